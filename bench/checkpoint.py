@@ -110,7 +110,7 @@ def halves(state: dict[str, Tensor], rank: int) -> list[Fragment]:
     return found
 
 
-def forget(folder: Path) -> None:
+def evict_from_page_cache(folder: Path) -> None:
     """Flushes the files of `folder` to disk and drops them from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
@@ -229,7 +229,7 @@ class Bench:
             "no sums": lambda: write_one_file(self.folder / "no sums", self.state, hashed=False),
         }
 
-    def rested(self, number: int) -> dict[str, float]:
+    def after_idle(self, number: int) -> dict[str, float]:
         """Times one way as the first write of a round; the way changes from round to round.
 
         Since the last write the disk was only read, so it has recovered its initial write speed, at least in
@@ -257,14 +257,14 @@ class Bench:
         beside = timed(self.training.compute)
         held += timed(self.saver.wait_until_copied)
         self.training.update()
-        self.saver.settle(wait=True)
+        self.saver.commit_pending(wait=True)
         shutil.rmtree(self.folder / "background")
         return {"held": held, "slower": max(0.0, beside - alone)}
 
     def loads(self, number: int) -> dict[str, float]:
         step, manifest = save_as_two(self.folder / "two", self.state)
         for name in ("write", "two", "dcp save"):
-            forget(self.folder / name)
+            evict_from_page_cache(self.folder / name)
         ways: Ways = {
             "load": lambda: load_whole(step, manifest, self.target),
             "read": lambda: plain_read(self.folder / "write"),
@@ -284,7 +284,7 @@ class Bench:
     def rounds(self, repeats: int) -> Iterator[dict[str, float]]:
         for number in range(repeats + 1):
             found = {
-                **self.rested(number),
+                **self.after_idle(number),
                 **self.saves(number),
                 **self.background(number + 1),
                 **self.loads(number),

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pentatron.ops.linear import DeferredGradients, Product, linear, outer_products
+from pentatron.ops.linear import DeferredGradients, Product, linear, weight_gradient
 
 REPEATS = 15
 
@@ -59,10 +59,10 @@ def custom_operator(deferred: DeferredGradients) -> Multiply:
     @torch.library.custom_op("pentatron_bench::input_gradient", mutates_args=())
     def input_gradient(x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         parameter = weights.get(weight.data_ptr(), nn.Parameter(weight))
-        made = Product(parameter, outer_products, gradient, x)
+        made = Product(parameter, weight_gradient, gradient, x)
         later = weight.data_ptr() in weights and deferred.take(made)
         # Zeros stand for a deferred gradient: an operator in a graph cannot return None.
-        return gradient @ weight, torch.zeros_like(weight) if later else outer_products(gradient, x)
+        return gradient @ weight, torch.zeros_like(weight) if later else weight_gradient(gradient, x)
 
     @input_gradient.register_fake
     def _(x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:

@@ -153,7 +153,7 @@ class Times:
     cpu: list[float] = dataclasses.field(default_factory=list)
 
 
-class Contestant:
+class StepProcess:
     """Process that computes steps on request.
 
     Each side has its own process, so that neither benefits from what the other did to its memory.
@@ -214,15 +214,15 @@ def _profiled(step: Step, count: int) -> str:
     return str(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=22))
 
 
-def in_turns(contestants: list[Contestant], rounds: int, count: int, warm: int = 2) -> list[Times]:
-    """Times the contestants in rounds of alternating order, after `warm` untimed steps of each."""
-    times = [Times() for _ in contestants]
-    for contestant in contestants:
-        contestant.steps(warm)
+def in_turns(processes: list[StepProcess], rounds: int, count: int, warm: int = 2) -> list[Times]:
+    """Times the processes in rounds of alternating order, after `warm` untimed steps of each."""
+    times = [Times() for _ in processes]
+    for process in processes:
+        process.steps(warm)
     for number in range(rounds):
-        order = list(range(len(contestants)))
+        order = list(range(len(processes)))
         for which in order if number % 2 == 0 else order[::-1]:
-            wall, cpu = contestants[which].steps(count)
+            wall, cpu = processes[which].steps(count)
             times[which].wall.append(wall)
             times[which].cpu.append(cpu)
     return times
@@ -259,11 +259,11 @@ def main() -> int:
     for precision in options.precision:
         with contextlib.ExitStack() as cleanup:
             both_sides = [
-                Contestant(who, sizes, precision, options.flags, options.threads)
+                StepProcess(who, sizes, precision, options.flags, options.threads)
                 for who in ("ours", "theirs")
             ]
-            for contestant in both_sides:
-                cleanup.callback(contestant.end)
+            for process in both_sides:
+                cleanup.callback(process.end)
             ours, theirs = both_sides
             counts = (ours.parameters, theirs.parameters)
             assert counts[0] == counts[1], f"not the same model: {counts[0]} and {counts[1]} parameters"

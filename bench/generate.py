@@ -133,10 +133,10 @@ def main() -> int:
         vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
         prompts = prompts_of(options.batch, vocabulary)
         arguments = (folder, prompts, options.tokens, dtype, options.device)
-        contestants = [ours(*arguments), theirs(*arguments)]
-    found, expected = (work() for work in contestants)
+        works = [ours(*arguments), theirs(*arguments)]
+    found, expected = (work() for work in works)
     # A run ends with its tokens in host memory, so the clock needs no GPU synchronisation.
-    times = in_turns(contestants, options.rounds, 1, warm=1)
+    times = in_turns(works, options.rounds, 1, warm=1)
     by_clock, by_cpu = (
         sorted(their / our for our, their in zip(*both))
         for both in ([t.wall for t in times], [t.cpu for t in times])

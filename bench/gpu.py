@@ -37,7 +37,7 @@ from bench.ours import words_of
 from bench.performance_page import write_page
 from bench.steps import SHAPES, Case, versions
 from bench.through_train import through_train
-from bench.turns import Competitor, Turns
+from bench.turns import CaseProcess, Turns
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs/performance.md"
@@ -70,13 +70,13 @@ class Bench:
         )
         return dict(json.loads(asked.stdout)) if asked.returncode == 0 else versions(*PACKAGES)
 
-    def start(self, case: Case) -> Competitor:
+    def start(self, case: Case) -> CaseProcess:
         own = case.name.partition(":")[0] == "ours"
         script = HERE / "ours.py" if own else Path(self.options.peers_script)
         words = ["--case", case.name, "--shape", case.shape, "--micro-batch", str(case.micro_batch)]
         words += ["--seq", str(case.sequence), "--device", case.device]
         words += [f"--flags={self.options.flags}"] if own and self.options.flags else []
-        return Competitor(case, [sys.executable, str(script), *words], self.environment)
+        return CaseProcess(case, [sys.executable, str(script), *words], self.environment)
 
     def tell(self, result: dict[str, Any]) -> None:
         self.show(result)

@@ -49,9 +49,9 @@ def main() -> int:
     counts = (words.rows // words.experts,) * words.experts
     operations = 2 * sum(counts) * words.hidden * words.inner
     products: dict[str, Callable[[Groups], object]] = {
-        "forward": lambda groups: groups.times(rows, weight.transpose(1, 2)),
-        "gradient of the rows": lambda groups: groups.times(made, weight),
-        "gradient of the weights": lambda groups: groups.outer(made, rows),
+        "forward": lambda groups: groups.matmul(rows, weight.transpose(1, 2)),
+        "gradient of the rows": lambda groups: groups.matmul(made, weight),
+        "gradient of the weights": lambda groups: groups.weight_gradient(made, rows),
     }
     print(
         f"{words.experts} experts, {words.rows} rows, {words.inner} × {words.hidden}, {device.type}, {dtype}"

@@ -62,7 +62,7 @@ def calls(device: str) -> dict[str, Callable[[], object]]:
         "an empty tensor": lambda: torch.empty_like(x),
         "a sum": lambda: x + x,
         "a product in bf16": lambda: x @ x,
-        "a product in fp8": lambda: fp8.product(rows, columns, (one, one), x.dtype),
+        "a product in fp8": lambda: fp8.scaled_matmul(rows, columns, (one, one), x.dtype),
         "rounded to fp8, both ways": lambda: fp8._rounded(x, one, None, E4M3, True, True),
         "  its work alone": lambda: fp8._write(x, rows, columns, one, one),
         "  as a custom_op": lambda: old(x, one, None, E4M3),

@@ -36,7 +36,7 @@ from pentatron.parallel.world import single_process
 from pentatron.settings.decisions import decide
 from pentatron.settings.entry_points import TRAIN
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.settings import Facts
+from pentatron.settings.settings import ProcessFacts
 from pentatron.train.model import device_facts, model_options
 
 LAYERS, WARM, TIMED = 4, 3, 8
@@ -58,7 +58,7 @@ OPTIONS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 
 def build(shape: str, backend: str, sequence: int, compile: CompileOptions | None, more: str) -> CausalLM:
     words = f"--preset {SHAPES[shape]} --num-layers {LAYERS} --seq-length {sequence} --bf16 --mock-data --train-iters 1 {more}"
-    config = resolve(gather(words.split(), TRAIN), Facts(1, 1, 1)).config
+    config = resolve(gather(words.split(), TRAIN), ProcessFacts(1, 1, 1)).config
     part = StagePart(tuple(range(LAYERS)), embedding=False, head=False)
     world, scales = single_process(DEVICE), WeightScales(DEVICE)
     options = replace(

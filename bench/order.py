@@ -29,7 +29,7 @@ from pentatron.data.gpt_dataset import GPTDataset  # noqa: E402
 from pentatron.data.indexed import IndexedDataset  # noqa: E402
 from pentatron.data.indexed_writer import IndexedDatasetWriter  # noqa: E402
 from pentatron.data.loader import build_loader  # noqa: E402
-from pentatron.data.sampling import IndexCache, build_sample_index  # noqa: E402
+from pentatron.data.sample_index import IndexCache, build_sample_index  # noqa: E402
 
 SEED = 1234
 BUILD_GOAL, OPEN_GOAL, LOADER_GOAL = 1.5, 0.050, 20e6

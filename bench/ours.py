@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.kernel_groups import GRADIENT_NORM, OPTIMIZER
 from bench.steps import SHAPES, Case, Server, Step
 from pentatron.cli.configure import prepare
-from pentatron.cli.environment import Worker
+from pentatron.cli.environment import RankInfo
 from pentatron.cli.train import joined_process_group
 from pentatron.data.loader import Batch
 from pentatron.settings.entry_points import TRAIN
@@ -101,7 +101,7 @@ def mark(owner: Any, name: str, label: str) -> None:
 def opened(words: Sequence[str], cleanup: contextlib.ExitStack) -> Session:
     """Returns the session of `pentatron train` with these arguments, ready for its first step."""
     prepared = prepare(list(words), dataclasses.replace(TRAIN, default_preset=None, resumes=False))
-    world, resolved = cleanup.enter_context(joined_process_group(prepared, Worker(0, 1, 0, 1, "none")))
+    world, resolved = cleanup.enter_context(joined_process_group(prepared, RankInfo(0, 1, 0, 1, "none")))
     session = cleanup.enter_context(open_session(resolved, world, False, None, CONFIGURED))
     session.open_data()
     session.build()

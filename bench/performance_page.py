@@ -135,7 +135,7 @@ def comparison(results: Sequence[Result]) -> str:
     return "\n".join(rows) if measured else NOT_YET
 
 
-def others(results: Sequence[Result]) -> str:
+def without_torchtitan(results: Sequence[Result]) -> str:
     """Returns the table of shapes and batches without torchtitan."""
     _, measured = divided(results)
     rows = [
@@ -210,7 +210,7 @@ def loops(results: Sequence[Result]) -> str:
 
 def micro_batches(results: Sequence[Result]) -> str:
     rows = [
-        "| settings | foreseen by `pentatron plan` | largest that fits | GiB | tokens/s | fastest | tried |",
+        "| settings | estimated by `pentatron plan` | largest that fits | GiB | tokens/s | fastest | tried |",
         "|---|---|---|---|---|---|---|",
     ]
     for r in _of_kind(results, "micro-batch"):
@@ -268,20 +268,20 @@ def _of_kind(results: Sequence[Result], kind: str) -> list[Result]:
     return [result for result in results if result.get("kind") == kind]
 
 
-def surroundings(results: Sequence[Result]) -> str:
+def versions_and_commands(results: Sequence[Result]) -> str:
     """Lists the versions of the machine with the GPU, and all commands, each once."""
     known: dict[str, str] = {}
     commands: list[str] = []
     for r in results:
         known |= r.get("versions", {})
-        command = _anywhere(r.get("command", ""))
+        command = _without_local_paths(r.get("command", ""))
         if command and command not in commands:
             commands.append(command)
     facts = ", ".join(f"{name} {version}" for name, version in known.items())
     return "\n".join([facts, "", "```", *commands, "```"])
 
 
-def _anywhere(command: str) -> str:
+def _without_local_paths(command: str) -> str:
     """Removes the folders of the measuring machine and the timeout from a command."""
     for flag in ("json", "peers"):
         folder = {"json": "bench/results"}.get(flag, flag)
@@ -291,14 +291,14 @@ def _anywhere(command: str) -> str:
 
 TABLES = {
     "comparison": comparison,
-    "others": others,
+    "others": without_torchtitan,
     "kernels": lambda results: kernels(divided(results)[0]),
     "kernels of others": lambda results: kernels(divided(results)[1]),
     "loop": loops,
     "micro-batches": micro_batches,
     "planned": planned,
     "cpu": on_a_cpu,
-    "surroundings": surroundings,
+    "surroundings": versions_and_commands,
 }
 
 

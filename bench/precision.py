@@ -42,7 +42,7 @@ import torch
 from pentatron.parallel.world import single_process
 from pentatron.settings.entry_points import TRAIN
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.settings import Facts
+from pentatron.settings.settings import ProcessFacts
 from pentatron.train.session import run_training
 
 ROOT = Path(__file__).parents[1]
@@ -97,7 +97,7 @@ class Machine:
     def losses_here(self, name: str, words: str) -> list[float]:
         """Trains in this process, because most of a short run on a GPU is its start."""
         told = io.StringIO()
-        resolved = resolve(gather(self._words(name, words), TRAIN), Facts(1))
+        resolved = resolve(gather(self._words(name, words), TRAIN), ProcessFacts(1))
         with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
             run_training(resolved, single_process(torch.device(self.device)), resumes=False)
         return self._read(name)

@@ -67,7 +67,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Case:
-    """A contestant with its shape and sizes; `name` is `ours`, `hf:liger`, ..."""
+    """A program with its shape and sizes; `name` is `ours`, `hf:liger`, ..."""
 
     name: str
     shape: str

@@ -19,7 +19,7 @@ from bench.steps import GIB, Case, record
 _CONTEXT, _RESERVE = 0.8 * GIB, 2.0 * GIB
 
 
-class Competitor:
+class CaseProcess:
     """A process of bench/ours.py or bench/peers.py."""
 
     def __init__(self, case: Case, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -90,7 +90,7 @@ class Competitor:
         return record(self.case, self.blocks, self.last) | {"in_turns": in_turns} | self.extras
 
 
-Start = Callable[[Case], Competitor]
+Start = Callable[[Case], CaseProcess]
 
 
 class Turns:
@@ -122,24 +122,24 @@ class Turns:
             for first in range(0, len(of_one_size), self.at_once):
                 yield of_one_size[first : first + self.at_once]
 
-    def _started(self, cases: Sequence[Case]) -> dict[Case, Competitor]:
+    def _started(self, cases: Sequence[Case]) -> dict[Case, CaseProcess]:
         return {case: self.start(case) for case in cases}
 
     def _run_together(
-        self, started: Mapping[Case, Competitor], tell: Callable[[dict[str, Any]], None]
+        self, started: Mapping[Case, CaseProcess], tell: Callable[[dict[str, Any]], None]
     ) -> None:
         together, later = self._first_round(started)
         for _ in range(1, self.blocks):
-            for competitor in together:
-                if competitor.failure is None:
-                    competitor.block(self.steps, self.timeout)
-        for competitor in together:
-            if competitor.failure is not None and "oom" in competitor.failure and len(together) > 1:
+            for process in together:
+                if process.failure is None:
+                    process.block(self.steps, self.timeout)
+        for process in together:
+            if process.failure is not None and "oom" in process.failure and len(together) > 1:
                 # It may fit when it has the GPU alone.
-                later.append(competitor.case)
-                competitor.end()
+                later.append(process.case)
+                process.end()
                 continue
-            self._finish(competitor, len(together) > 1, tell)
+            self._finish(process, len(together) > 1, tell)
         for case in later:
             alone = self.start(case)
             for _ in range(self.blocks):
@@ -147,44 +147,44 @@ class Turns:
                     alone.block(self.steps, self.timeout)
             self._finish(alone, False, tell)
 
-    def _first_round(self, started: Mapping[Case, Competitor]) -> tuple[list[Competitor], list[Case]]:
+    def _first_round(self, started: Mapping[Case, CaseProcess]) -> tuple[list[CaseProcess], list[Case]]:
         """Runs the first blocks; returns the processes that fit together and the cases that must wait."""
-        together: list[Competitor] = []
+        together: list[CaseProcess] = []
         later: list[Case] = []
-        for case, competitor in started.items():
+        for case, process in started.items():
             if not _has_room(together):
-                competitor.end()
+                process.end()
                 later.append(case)
                 continue
-            competitor.block(self.steps, self.timeout)
-            if competitor.failure is not None and "oom" in competitor.failure and together:
-                competitor.end()
+            process.block(self.steps, self.timeout)
+            if process.failure is not None and "oom" in process.failure and together:
+                process.end()
                 later.append(case)
             else:
-                together.append(competitor)
+                together.append(process)
         return together, later
 
-    def _finish(self, competitor: Competitor, in_turns: bool, tell: Callable[[dict[str, Any]], None]) -> None:
+    def _finish(self, process: CaseProcess, in_turns: bool, tell: Callable[[dict[str, Any]], None]) -> None:
         # The result stays valid if these extra measurements fail.
-        if competitor.failure is None:
-            self._ask_more(competitor)
-        competitor.end()
-        tell(competitor.result(in_turns))
+        if process.failure is None:
+            self._ask_more(process)
+        process.end()
+        tell(process.result(in_turns))
 
-    def _ask_more(self, competitor: Competitor) -> None:
+    def _ask_more(self, process: CaseProcess) -> None:
         asked = [("synchronisations", {})] + (
             [("breakdown", {"steps": self.breakdown})] if self.breakdown else []
         )
         for what, named in asked:
-            found = competitor.ask(self.timeout, do=what, **named)
-            if competitor.failure is not None:
-                competitor.extras[what] = str(competitor.failure)
-                competitor.failure = None
+            found = process.ask(self.timeout, do=what, **named)
+            if process.failure is not None:
+                process.extras[what] = str(process.failure)
+                process.failure = None
                 return
-            competitor.extras |= found
+            process.extras |= found
 
 
-def _has_room(together: Sequence[Competitor]) -> bool:
+def _has_room(together: Sequence[CaseProcess]) -> bool:
     """Checks whether another case as large as the largest so far fits into GPU memory."""
     sound = [c for c in together if c.failure is None and c.last.get("total")]
     if not sound:

@@ -45,7 +45,7 @@ def milliseconds(action: Callable[[], object], repeats: int = 5) -> float:
     return steps.milliseconds(action, repeats, products)
 
 
-def told(what: str, spent: float, moved: float) -> None:
+def print_rate(what: str, spent: float, moved: float) -> None:
     sys.stdout.write(f"{what:<44} {spent:7.2f} ms  {moved / spent / 1e6:6.0f} GB/s\n")
 
 
@@ -71,7 +71,9 @@ def by_torch(
         torch._foreach_copy_(weights, masters)
 
     # Bytes per parameter: clipping 8, update 28, rounding 6.
-    told("torch: clip, fused AdamW, round", milliseconds(update), 42 * sum(g.numel() for g in gradients))
+    print_rate(
+        "torch: clip, fused AdamW, round", milliseconds(update), 42 * sum(g.numel() for g in gradients)
+    )
 
 
 def main() -> None:
@@ -92,17 +94,17 @@ def main() -> None:
     masters = [torch.randn(size, device=_DEVICE) for size in found]
     moments = [[torch.zeros_like(master) for master in masters] for _ in range(2)]
     weights, gradients = ([master.bfloat16() for master in masters] for _ in range(2))
-    told("torch: norm of bf16", milliseconds(lambda: squared_norm(gradients, _DEVICE)), 2 * elements)
+    print_rate("torch: norm of bf16", milliseconds(lambda: squared_norm(gradients, _DEVICE)), 2 * elements)
     control = torch.tensor([0.5, 1.0], device=_DEVICE)
     targets = [Target(*each, True) for each in zip(masters, *moments, weights)]
     for block, warps in (map(int, words.split(":")) for words in given.blocks):
-        told(
+        print_rate(
             f"one launch: norm, blocks of {block}, {warps} warps",
             milliseconds(partial(SumOfSquares(block, warps), gradients)),
             2 * elements,
         )
         spent = milliseconds(partial(FusedAdamWKernel(targets, block, warps), gradients, control, _NUMBERS))
-        told(f"one pass: update, blocks of {block}, {warps} warps", spent, 28 * elements)
+        print_rate(f"one pass: update, blocks of {block}, {warps} warps", spent, 28 * elements)
     by_torch(masters, moments, weights, gradients)
 
 

@@ -106,6 +106,6 @@ def find_device(name: str) -> Device:
     if (device := DEVICES.get(name.lower().replace(" ", "").replace("_", "-"))) is None:
         number = f" (a number of GPUs is --gpus {name})" if name.isdecimal() else ""
         raise UserError(
-            f"--gpu {name} is not known here{number}; use one of {', '.join(DEVICES)}, or another with --gpu-memory GB"
+            f"--gpu {name} is unknown{number}; use one of {', '.join(DEVICES)}, or another with --gpu-memory GB"
         )
     return device

@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from tests.harness.report import RanksFailed  # noqa: E402
-from tests.parity import ledger  # noqa: E402
+from tests.parity import fuzz_log  # noqa: E402
 from tests.parity.fuzzing import (  # noqa: E402
     TIMEOUT,
     Campaign,
@@ -127,9 +127,9 @@ def enter(campaign: Campaign, tally: Tally, book: Path) -> None:
     """Adds the run to the ledger, and its cases to those counted on the page."""
     counts = (tally.run, tally.refused, len(tally.failures))
     today = datetime.date.today().isoformat()
-    ledger.append(book, ledger.Entry(today, campaign.seed, *counts, torch.__version__.partition("+")[0]))
+    fuzz_log.append(book, fuzz_log.Entry(today, campaign.seed, *counts, torch.__version__.partition("+")[0]))
     page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(ledger.renewed(page, ledger.read(book)), encoding="utf-8")
+    PAGE.write_text(fuzz_log.renewed(page, fuzz_log.read(book)), encoding="utf-8")
 
 
 def main() -> int:
@@ -161,7 +161,7 @@ def main() -> int:
     campaign = Campaign(
         words.seed, words.cases, 60 * words.minutes, words.only, words.keep_going, jobs=words.jobs
     )
-    return run_many(campaign, words.shrink, None if words.no_ledger else ROOT / ledger.LEDGER)
+    return run_many(campaign, words.shrink, None if words.no_ledger else ROOT / fuzz_log.PATH)
 
 
 if __name__ == "__main__":

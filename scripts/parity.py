@@ -24,9 +24,15 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from pentatron.compare.trial import GRADIENTS, NUMBERS, SMALL, STEPS, WEIGHTS  # noqa: E402
+from pentatron.compare.trial import (  # noqa: E402
+    GRADIENT_TOLERANCES,
+    SCALAR_TOLERANCE,
+    SMALL_GRADIENT,
+    STEPS,
+    WEIGHT_TOLERANCE,
+)
 from tests.harness import GLOO, NCCL  # noqa: E402
-from tests.parity import ledger  # noqa: E402
+from tests.parity import fuzz_log  # noqa: E402
 from tests.parity.bf16 import ALLOWED, BF16_CASES, FP16, FP16_CASES, excess  # noqa: E402
 from tests.parity.bugs import BUGS  # noqa: E402
 from tests.parity.cases import FAMILIES, LAYOUTS, MIXTURES, Layout  # noqa: E402
@@ -122,9 +128,9 @@ def page(
         f"1e-6, active clipping, masks that leave very different numbers of valid tokens in each sample. The family gpt "
         f"always trains with hidden dropout.",
         "",
-        f"Allowed: losses, gradient norms and validation loss within {NUMBERS:g} (relative); every gradient within "
-        + ", ".join(f"{t:g} at step {s}" for s, t in GRADIENTS.items())
-        + f" (‖Δg‖ against the larger of ‖g‖ and {SMALL:g} of the whole gradient's norm); every weight within {WEIGHTS:g} "
+        f"Allowed: losses, gradient norms and validation loss within {SCALAR_TOLERANCE:g} (relative); every gradient within "
+        + ", ".join(f"{t:g} at step {s}" for s, t in GRADIENT_TOLERANCES.items())
+        + f" (‖Δg‖ against the larger of ‖g‖ and {SMALL_GRADIENT:g} of the whole gradient's norm); every weight within {WEIGHT_TOLERANCE:g} "
         f"(largest element) after {STEPS} steps. A cell shows its largest gap as a share of what is allowed.",
         "",
         "Layouts of mixtures of experts whose balancing loss or capacity is defined by micro-batch have the same micro-batches on "
@@ -170,7 +176,7 @@ def page(
         f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}; {seconds / 60:.0f} minutes.",
         "",
     ]
-    return ledger.renewed("\n".join(lines), ledger.read(ROOT / ledger.LEDGER))
+    return fuzz_log.renewed("\n".join(lines), fuzz_log.read(ROOT / fuzz_log.PATH))
 
 
 def in_markdown(rows: list[list[Cell]]) -> list[str]:

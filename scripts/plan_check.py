@@ -98,7 +98,7 @@ def on_a_gpu(only: str, folder: str | None = None) -> int:
             continue
         found = json.loads(done.stdout.splitlines()[-1])
         whole, layer = on_gpu.planned(on_gpu.configured(words))
-        held = whole.held
+        held = whole.static
         parts = (held.weights, held.optimizer, held.gradients, whole.activations, whole.logits, whole.working)
         gap = whole.total / found["peak"] - 1
         worst = max(worst, abs(gap))

@@ -3,7 +3,7 @@
 from pentatron.settings.entry_points import PRETRAIN_GPT
 from pentatron.settings.model import TransformerConfig
 from pentatron.settings.resolve import Resolved, gather, resolve
-from pentatron.settings.settings import Facts
+from pentatron.settings.settings import ProcessFacts
 
 # std 0.1 and a large epsilon: default initialisation and Adam hide wrong gradients.
 REVEALING = "--init-method-std 0.1 --adam-eps 1e-6 --lr 1e-2 --clip-grad 0.5 --weight-decay 0.1"
@@ -15,7 +15,7 @@ DEFAULT = f"{TINY} {REVEALING} --train-iters 5 --global-batch-size 8 --eval-inte
 def resolved(words: str = "", world_size: int = 1) -> Resolved:
     """Resolves `DEFAULT` and more flags as pretrain_gpt.py does, with checkpoints in the run folder."""
     draft = gather(f"--save-checkpoints {DEFAULT} {words}".split(), PRETRAIN_GPT)
-    return resolve(draft, Facts(world_size, world_size, 1))
+    return resolve(draft, ProcessFacts(world_size, world_size, 1))
 
 
 def model_config(words: str = "") -> TransformerConfig:

@@ -270,7 +270,7 @@ def test_bad_data_is_one_sentence(tiny: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err == "docs/contract/items.yaml: item 3 is there twice.\n"
 
 
-def test_what_is_not_shown_says_what_it_waits_for(contract: Contract, page: str) -> None:
+def test_items_without_evidence_say_what_they_wait_for(contract: Contract, page: str) -> None:
     for item in contract.items:
         assert bool(item.waits_for) == (not item.shown_by), item.id
         assert item.waits_for in page

@@ -23,12 +23,12 @@ from pentatron.optim.build import build_optimizer
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.reduction import FullReduction
 from pentatron.parallel.world import single_process
-from pentatron.plan.shape import Shape
+from pentatron.plan.sizes import PlanSizes
 from pentatron.settings.decision_types import Decisions, DeviceFacts
 from pentatron.settings.decisions import decide
 from pentatron.settings.resolve import notices_of_decisions
-from pentatron.settings.run_config import RunConfig, table
-from pentatron.train.graphs import build_graph_replay
+from pentatron.settings.run_config import RunConfig, all_settings
+from pentatron.train.cuda_graphs import build_graph_replay
 from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
 from tests.harness import run_distributed
 from tests.optim.tiny import here
@@ -103,7 +103,7 @@ def grid() -> list[RunConfig]:
 
 
 def changed(config: RunConfig, name: str, value: Any) -> RunConfig:
-    section = table()[name].section
+    section = all_settings()[name].section
     return dataclasses.replace(
         config, **{section: dataclasses.replace(getattr(config, section), **{name: value})}
     )
@@ -113,14 +113,14 @@ def done(decisions: Decisions) -> tuple[object, ...]:
     """Returns what is done: without reasons, and without options of features that are off."""
     d = decisions
     return (
-        (d.compilation.on, d.compilation.on and d.compilation.together),
+        (d.compilation.on, d.compilation.on and d.compilation.layers_per_graph),
         (d.gate.in_second, d.gate.in_fp8),
         (d.loss.on, d.loss.on and (d.loss.implementation, d.loss.chunk)),
         (d.experts.on, d.experts.on_device),
         (d.graphs.required, d.graphs.if_memory_allows),
         (d.fp8.format, d.fp8.format and d.fp8.by_rows, d.fp8.layers, d.fp8.head),
         *(
-            d.optimizer.one_pass,
+            d.optimizer.fused,
             d.optimizer.in_host_memory,
             d.optimizer.overlap_reduce,
             d.optimizer.overlap_gather,
@@ -142,10 +142,10 @@ def test_the_line_appears_exactly_when_the_setting_changes_nothing(name: str, ev
     seen = set()
     for config, device in itertools.product(every, (CPU, H200, A100)):
         one, two = (decide(changed(config, name, value), device) for value in (asked, other))
-        assert bool(one.idle[name]) == (done(one) == done(two)), (one.idle[name], config.flat())
-        seen.add(bool(one.idle[name]))
-        expected = f"{table()[name].written(asked)}: {one.idle[name]}"
-        assert said(changed(config, name, asked), one, name) == ([expected] if one.idle[name] else [])
+        assert bool(one.no_effect[name]) == (done(one) == done(two)), (one.no_effect[name], config.flat())
+        seen.add(bool(one.no_effect[name]))
+        expected = f"{all_settings()[name].written(asked)}: {one.no_effect[name]}"
+        assert said(changed(config, name, asked), one, name) == ([expected] if one.no_effect[name] else [])
     assert seen == {True, False}, "control: each setting acts somewhere, and is idle somewhere"
 
 
@@ -156,29 +156,29 @@ def said(config: RunConfig, decisions: Decisions, name: str) -> list[str]:
     """
     settings = config.settings.copy()
     assert notices_of_decisions(settings, decisions) == decisions.remarks
-    settings.assign(f"flag {table()[name].flag}", **{name: getattr(settings, name)})
+    settings.assign(f"flag {all_settings()[name].flag}", **{name: getattr(settings, name)})
     found = notices_of_decisions(settings, decisions)
     return found[: len(found) - len(decisions.remarks)]
 
 
 def test_every_setting_that_may_be_idle_is_asked_for() -> None:
-    assert set(ASKED) == set(decide(resolved().config, CPU).idle)
+    assert set(ASKED) == set(decide(resolved().config, CPU).no_effect)
 
 
-def test_what_is_not_known_of_a_device_is_no_reason(every: list[RunConfig]) -> None:
+def test_notices_without_a_known_device_hold_on_every_device(every: list[RunConfig]) -> None:
     """A notice that is printed before the device is known must hold on every device."""
     for config in every:
         unknown = decide(config, DeviceFacts())
         for device in (CPU, H200):
             known = decide(config, device)
-            assert all(known.idle[name] for name, reason in unknown.idle.items() if reason)
-    assert decide(resolved("--bf16 --fp8 hybrid").config, DeviceFacts()).fp8.lacking == ""
+            assert all(known.no_effect[name] for name, reason in unknown.no_effect.items() if reason)
+    assert decide(resolved("--bf16 --fp8 hybrid").config, DeviceFacts()).fp8.unsupported_reason == ""
 
 
-def test_a_plan_costs_what_was_decided(every: list[RunConfig]) -> None:
+def test_plan_follows_the_decisions(every: list[RunConfig]) -> None:
     for config in every[::7]:
         for on_gpu, device in ((True, DeviceFacts("cuda")), (False, CPU)):
-            assert done(Shape(config, on_gpu=on_gpu).decisions) == done(decide(config, device))
+            assert done(PlanSizes(config, on_gpu=on_gpu).decisions) == done(decide(config, device))
 
 
 # --- what is built ---
@@ -193,8 +193,8 @@ def built(
     """
     config = resolved(f"{LLAMA} {WIDE} {words}").config
 
-    def decided(config: RunConfig, device: DeviceFacts, own_program: bool = False) -> Decisions:
-        found = decide(config, facts or device, own_program)
+    def decided(config: RunConfig, device: DeviceFacts, has_custom_program: bool = False) -> Decisions:
+        found = decide(config, facts or device, has_custom_program)
         return found if planted is None else planted(found)
 
     with pytest.MonkeyPatch.context() as patched:
@@ -236,7 +236,7 @@ def is_compiled(model: ParallelModel) -> bool:
 
 
 def compiled_together(model: ParallelModel) -> int:
-    together = stage_of(model).together
+    together = stage_of(model).multi_layer_graph
     return 1 if together is None else together.count
 
 
@@ -255,19 +255,19 @@ def head_in_fp8(model: ParallelModel) -> bool:
     return embedding.word.fp8 is not None
 
 
-class OnePass:
+class FusedUpdate:
     """Replaces the update kernel, which needs Triton."""
 
-    in_one_pass = False
+    is_fused = False
 
     def __init__(self, parts: object, config: object) -> None: ...
 
 
-def updates_in_one_pass(model: ParallelModel) -> bool:
+def updates_fused(model: ParallelModel) -> bool:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(update_rules, "_suits_one_pass", lambda parts: True)
-        patched.setattr(update_rules, "FusedAdamW", OnePass)
-        return isinstance(optimizer_of(model).update, OnePass)
+        patched.setattr(update_rules, "_can_fuse", lambda parts: True)
+        patched.setattr(update_rules, "FusedAdamW", FusedUpdate)
+        return isinstance(optimizer_of(model).update, FusedUpdate)
 
 
 def offloads(model: ParallelModel) -> bool:
@@ -294,7 +294,7 @@ BUILT: dict[str, tuple[Observed, Callable[[Decisions], object], tuple[str, ...]]
     ),
     "layers together": (
         compiled_together,
-        lambda d: d.compilation.together if d.compilation.on else 1,
+        lambda d: d.compilation.layers_per_graph if d.compilation.on else 1,
         tuple(f"--compile on {words}" for words in ("", TOGETHER, f"{TOGETHER} --reset-attention-mask")),
     ),
     "graphs": (
@@ -313,8 +313,8 @@ BUILT: dict[str, tuple[Observed, Callable[[Decisions], object], tuple[str, ...]]
         ("--bf16 --fp8 hybrid", "--bf16 --fp8 hybrid --fp8-output-layer"),
     ),
     "update": (
-        updates_in_one_pass,
-        lambda d: d.optimizer.one_pass,
+        updates_fused,
+        lambda d: d.optimizer.fused,
         ("", "--no-fused-update", "--optimizer sgd", "--optimizer-cpu-offload"),
     ),
     "offload": (offloads, lambda d: d.optimizer.in_host_memory, ("", "--optimizer-cpu-offload")),
@@ -322,7 +322,7 @@ BUILT: dict[str, tuple[Observed, Callable[[Decisions], object], tuple[str, ...]]
 
 
 @pytest.mark.parametrize("name", BUILT)
-def test_what_is_built_is_what_was_decided(name: str) -> None:
+def test_built_model_follows_the_decisions(name: str) -> None:
     """Builds on this CPU, with the decisions for the CPU and for a GPU."""
     observed, decided, settings = BUILT[name]
     seen = []
@@ -339,11 +339,11 @@ def test_what_is_built_is_what_was_decided(name: str) -> None:
         ("gate", "--no-bias-swiglu-fusion", {"gate": {"in_second": True}}),
         ("loss", "--no-cross-entropy-loss-fusion", {"loss": {"on": True}}),
         ("compilation", "--compile off", {"compilation": {"on": True}}),
-        ("layers together", "--compile on", {"compilation": {"together": 2}}),
+        ("layers together", "--compile on", {"compilation": {"layers_per_graph": 2}}),
         ("graphs", "--cuda-graphs off", {"graphs": {"if_memory_allows": True}}),
         ("layers in fp8", "--bf16 --fp8 hybrid", {"fp8": {"layers": range(1)}}),
         ("head in fp8", "--bf16 --fp8 hybrid", {"fp8": {"head": True}}),
-        ("update", "--no-fused-update", {"optimizer": {"one_pass": True}}),
+        ("update", "--no-fused-update", {"optimizer": {"fused": True}}),
         ("offload", "", {"optimizer": {"in_host_memory": True}}),
     ],
 )
@@ -400,7 +400,7 @@ def overlaps(words: str) -> tuple[tuple[object, ...], ...]:
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("flags", ["", "--overlap-grad-reduce --overlap-param-gather"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_what_hides_behind_computation_was_decided(stage: int, flags: str, world: int) -> None:
+def test_overlapped_communication_follows_the_decisions(stage: int, flags: str, world: int) -> None:
     (found, decided), *_ = run_distributed(overlaps, world, words=f"--zero-stage {stage} {flags}")
     assert found == decided
     assert found == ((bool(flags) and world == 2,), *2 * (bool(flags) and world == 2 and stage == 1,))
@@ -410,19 +410,19 @@ def run_together(words: str, count: int) -> int:
     """Returns the most layers that ran as one function, if the builder is told to combine `count`."""
 
     def planted(decided: Decisions) -> Decisions:
-        together = dataclasses.replace(decided.compilation, on=True, together=count)
+        together = dataclasses.replace(decided.compilation, on=True, layers_per_graph=count)
         return dataclasses.replace(decided, compilation=together)
 
     model = built(words, planted=planted)
     stage, most = stage_of(model), [1]
     documents = model.decisions.compilation.documents
-    if stage.together is not None:
+    if stage.multi_layer_graph is not None:
 
         def in_turn(layers: Any, x: torch.Tensor, *inputs: Any) -> torch.Tensor:
             most.append(len(layers))
             return compiled._in_turn(layers, x, *inputs)
 
-        stage.together._compiled = in_turn  # type: ignore[attr-defined]
+        stage.multi_layer_graph._compiled = in_turn  # type: ignore[attr-defined]
     tokens = torch.zeros(1, 16, dtype=torch.long)
     starts = ((0, 5),) if documents else None
     with torch.compiler.set_stance("force_eager"):
@@ -447,19 +447,19 @@ def run_together(words: str, count: int) -> int:
 )
 def test_layers_run_together_where_it_was_decided(words: str, together: bool) -> None:
     config = resolved(f"{LLAMA} {WIDE} {words} --compile on {TOGETHER}").config
-    assert (decide(config, CPU).compilation.together == 2) == together
+    assert (decide(config, CPU).compilation.layers_per_graph == 2) == together
     assert (run_together(words, 2) == 2) == together
 
 
 def test_recordings_that_are_required_end_a_run_that_cannot_have_them() -> None:
     config = resolved("--bf16 --cuda-graphs on").config
-    for facts, own_program, problem in (
+    for facts, has_custom_program, problem in (
         (H200, False, ""),
         (H200, True, "a custom model"),
         (dataclasses.replace(H200, is_nvidia=False), False, "no NVIDIA GPU"),
         (CPU, False, "no NVIDIA GPU"),
     ):
-        decided = decide(config, facts, own_program).graphs
+        decided = decide(config, facts, has_custom_program).graphs
         assert decided.required and bool(decided.problem) == bool(problem)
         if problem:
             with pytest.raises(UserError, match=problem):

@@ -30,7 +30,7 @@ def test_every_guide_has_commands() -> None:
     assert {command.guide for command in load_commands()} == {"000", "001", "002", "003", "004"}
 
 
-def test_what_is_wrong_is_seen(tmp_path: Path) -> None:
+def test_problems_of_a_command_are_found(tmp_path: Path) -> None:
     command = Command("000", "all checks", "true", says=["hello"], leaves=["file"], steps={"run": 2}, exits=2)
     found = problems(command, 0, '  File "/x/pentatron/cli/main.py", line 3', tmp_path)
     assert found == [

@@ -150,7 +150,7 @@ def raise_on_rank_2() -> None:
     dist.barrier()
 
 
-def test_an_exception_is_told_first_and_its_consequences_after() -> None:
+def test_exception_is_reported_before_its_consequences() -> None:
     text = failure_of(raise_on_rank_2, 4)
     assert text.startswith("rank 2 of 4 raised ValueError: boom\n")
     assert 'raise ValueError("boom")' in text

@@ -10,7 +10,7 @@ from tests.support import resolved
 
 PACKAGE = Path(__file__).parent.parent / "pentatron"
 DECIDING = {
-    *decide(resolved().config, DeviceFacts()).idle,
+    *decide(resolved().config, DeviceFacts()).no_effect,
     *("compile", "cuda_graphs", "fused_cross_entropy", "fp8_format"),
 }
 DECIDES = {"settings/decisions.py"}

@@ -8,11 +8,6 @@ PACKAGE = Path(__file__).parent.parent / "pentatron"
 THE_PLACE = "files.py"
 
 OF_OS = frozenset({"rename", "renames", "replace", "link", "fsync", "fdatasync", "sync"})
-# Uses that are allowed elsewhere, with the reason.
-ALLOWED = {
-    # A folder in the system's temporary directory; nothing in it is kept.
-    ("supervise/launcher.py", "tempfile"),
-}
 
 
 def breaches(nodes: Iterable[ast.AST]) -> list[tuple[int, str]]:
@@ -53,8 +48,7 @@ def test_files_are_renamed_and_synced_in_one_place() -> None:
         if (name := path.relative_to(PACKAGE).as_posix()) != THE_PLACE
         for line, what in breaches_of(path)
     }
-    assert {key: line for key, line in found.items() if key not in ALLOWED} == {}
-    assert set(found) == ALLOWED, "an exception that is not needed any more"
+    assert found == {}
 
 
 def test_the_rule_sees_what_it_forbids() -> None:

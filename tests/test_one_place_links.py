@@ -91,12 +91,12 @@ def test_there_is_one_kind_of_link_and_one_maker() -> None:
         "from torch import cat",
     ],
 )
-def test_what_the_rule_sees(source: str) -> None:
+def test_tensor_surgery_is_found(source: str) -> None:
     assert list(breaches(source))
 
 
 @pytest.mark.parametrize(
     "source", ["'a b'.split()", "names.split(',')", "p.data.view(-1)", "row[1:]", "start[:-1]"]
 )
-def test_what_the_rule_lets_pass(source: str) -> None:
+def test_other_code_passes(source: str) -> None:
     assert not list(breaches(source))

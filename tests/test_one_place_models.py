@@ -16,7 +16,7 @@ SOURCES = sorted(
 
 # Attributes that a layer sets in its constructor, including its parts and parameters.
 CHOSEN = frozenset(
-    "forward recompute fp8 scale deferred kernels cache_in_use fuses_gate cross_entropy together runs_whole left_out called_apart "
+    "forward recompute fp8 scale deferred kernels cache_in_use fuses_gate cross_entropy multi_layer_graph runs_whole graph_break_reason graph_breaks "
     "options axis core_attention attention mlp experts head embedding final_norm weight bias".split()
 )
 # The object under construction, and the context of an autograd function.
@@ -81,14 +81,14 @@ def test_layers_are_changed_by_their_constructors_alone() -> None:
     assert found == {}
 
 
-def test_what_is_not_allowed_is_found() -> None:
+def test_changes_of_built_models_are_found() -> None:
     """Control: the ways in which models used to be changed."""
     wrong = """
 def use_fp8(stages):
     for module in stages:
         module.fp8 = "e4m3"
         module.forward, other = compiled(module.forward), 1
-        self.stage.together = None
+        self.stage.multi_layer_graph = None
         setattr(module, "recompute", True)
 
 class Layer:

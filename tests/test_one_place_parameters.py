@@ -1,4 +1,4 @@
-"""`settings/parameters.py` alone defines which parameters a model has.
+"""`settings/model_sizes.py` alone defines which parameters a model has.
 
 Layers hold these parameters, and plans count them.
 """
@@ -15,10 +15,10 @@ from pentatron.layout.stages import StagePart
 from pentatron.models.causal_lm import CausalLM, build_stages
 from pentatron.nn.options import axes_of
 from pentatron.parallel.sharding import sharded_parameters
-from pentatron.plan.shape import Shape
+from pentatron.plan.sizes import PlanSizes
 from pentatron.plan.static_memory import parameters_of, total_parameters
-from pentatron.settings import parameters
-from pentatron.settings.parameters import LinearSizes, Parameter
+from pentatron.settings import model_sizes
+from pentatron.settings.model_sizes import LinearSizes, Parameter
 from pentatron.settings.run_config import RunConfig
 from tests.support import LLAMA, resolved
 
@@ -87,8 +87,8 @@ def stages_of(config: RunConfig, rank: int) -> dict[int, CausalLM]:
 
 def held_by(stage: CausalLM) -> list[Row]:
     return [
-        (within_layer(held.name), tuple(held.parameter.shape), held.declared.copies)
-        for held in sharded_parameters(stage)
+        (within_layer(p.name), tuple(p.parameter.shape), p.declared.replica_axis)
+        for p in sharded_parameters(stage)
     ]
 
 
@@ -97,34 +97,34 @@ def within_layer(name: str) -> str:
 
 
 def said(found: list[Parameter]) -> list[Row]:
-    return [(each.name, each.shape, each.copies) for each in found]
+    return [(each.name, each.shape, each.replica_axis) for each in found]
 
 
 def difference(config: RunConfig) -> list[str]:
-    """Returns the differences between built stages and `settings/parameters.py`, on all ranks."""
-    shape, found = Shape(config), []
+    """Returns the differences between built stages and `settings/model_sizes.py`, on all ranks."""
+    sizes, found = PlanSizes(config), []
     for rank in range(config.grid.world_size):
         for number, stage in stages_of(config, rank).items():
             built = held_by(stage)
-            planned = said(shape.parameters.stage(config.stages[number]))
+            planned = said(sizes.parameters.stage(config.stages[number]))
             if built != planned:
                 found.append(f"rank {rank}, stage {number}: {sorted(set(built) ^ set(planned))}")
     return found
 
 
 @pytest.mark.parametrize(("words", "ranks", "layout"), GRID)
-def test_layers_hold_what_is_said(words: str, ranks: int, layout: str) -> None:
+def test_layers_have_the_declared_parameters(words: str, ranks: int, layout: str) -> None:
     assert difference(resolved(f"{SIZES} {words} {layout}", ranks).config) == []
 
 
 @pytest.mark.parametrize(("words", "ranks", "layout"), GRID)
 def test_the_plan_counts_what_a_rank_holds(words: str, ranks: int, layout: str) -> None:
     config = resolved(f"{SIZES} {words} {layout}", ranks).config
-    shape = Shape(config)
+    sizes = PlanSizes(config)
     for rank in range(ranks):
         stages = stages_of(config, rank)
         held = sum(each.parameter.numel() for each in sharded_parameters(*stages.values()))
-        planned = parameters_of(shape, {number: config.stages[number] for number in stages})
+        planned = parameters_of(sizes, {number: config.stages[number] for number in stages})
         assert sum(each.elements for found in planned.values() for each in found) == held, rank
 
 
@@ -132,8 +132,8 @@ def test_the_plan_counts_what_a_rank_holds(words: str, ranks: int, layout: str) 
 def test_the_total_is_that_of_the_whole_model(words: str) -> None:
     config = resolved(f"{SIZES} {words}").config
     stage = stages_of(config, 0)[0]
-    whole = sum(piece.elements for each in sharded_parameters(stage) for piece in each.declared.pieces)
-    assert total_parameters(Shape(config))[0] == whole
+    whole = sum(shard.elements for each in sharded_parameters(stage) for shard in each.declared.shards)
+    assert total_parameters(PlanSizes(config))[0] == whole
 
 
 def test_the_settings_matter() -> None:
@@ -142,7 +142,9 @@ def test_the_settings_matter() -> None:
     The exception adds only the router's expert bias, which has no gradient and is no parameter.
     """
     found = {
-        name: said(Shape(resolved(f"{SIZES} {words}").config).parameters.stage(StagePart((0, 1), True, True)))
+        name: said(
+            PlanSizes(resolved(f"{SIZES} {words}").config).parameters.stage(StagePart((0, 1), True, True))
+        )
         for name, words in FAMILIES.items()
     }
     assert len({tuple(rows) for rows in found.values()}) >= len(FAMILIES) - 1
@@ -164,7 +166,7 @@ def test_a_dropped_bias_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_change_there_changes_both(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = resolved(SIZES).config
     before = held_by(stages_of(config, 0)[0])
-    monkeypatch.setattr(parameters, name, lambda config: False)
+    monkeypatch.setattr(model_sizes, name, lambda config: False)
     assert len(held_by(stages_of(config, 0)[0])) < len(before)
     assert difference(config) == []
 

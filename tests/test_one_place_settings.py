@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pentatron.settings.run_config import table
+from pentatron.settings.run_config import all_settings
 
 PACKAGE = Path(__file__).parent.parent / "pentatron"
 # Mappings whose keys are names of settings and whose values are not values of settings.
@@ -37,9 +37,9 @@ def string_keys(path: Path, source: str) -> Iterator[str]:
             mapping, key = node.value, node.slice
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
             mapping, key = node.func.value, node.args[0] if node.args else None
-        if not (isinstance(key, ast.Constant) and key.value in table()):
+        if not (isinstance(key, ast.Constant) and key.value in all_settings()):
             continue
-        if isinstance(mapping, ast.Call) and getattr(mapping.func, "id", "") == "table":
+        if isinstance(mapping, ast.Call) and getattr(mapping.func, "id", "") == "all_settings":
             # A declaration, not a value.
             continue
         name = getattr(mapping, "attr", getattr(mapping, "id", ""))
@@ -54,7 +54,7 @@ def assertions(path: Path, source: str) -> Iterator[str]:
         if not isinstance(node, ast.Assert):
             continue
         for part in ast.walk(node.test):
-            if not (isinstance(part, ast.Attribute) and part.attr in table()):
+            if not (isinstance(part, ast.Attribute) and part.attr in all_settings()):
                 continue
             # `options.zero_stage` is what an optimizer is built with; `self.config` is a section or a run.
             if part.attr != "config" and getattr(part.value, "id", "") != "options":
@@ -79,7 +79,7 @@ def test_a_string_key_is_seen(source: str) -> None:
     assert list(string_keys(PACKAGE / "train" / "x.py", source))
 
 
-def test_other_mappings_are_told_apart() -> None:
+def test_other_mappings_are_distinguished() -> None:
     source = "draft.wrong['lr'] = 'x'\ndraft.wrong['lr']\nrow['loss']\nsettings['lr'] = 3"
     assert not list(string_keys(PACKAGE / "train" / "x.py", source))
     assert not list(string_keys(PACKAGE / "hf" / "x.py", "config['hidden_size']"))

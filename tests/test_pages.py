@@ -9,7 +9,7 @@ import pytest
 
 from pentatron.layout.check import check
 from pentatron.layout.schedules import FOLDED, KINDS, training_schedule
-from pentatron.settings.run_config import table
+from pentatron.settings.run_config import all_settings
 from tests.harness import run_distributed
 from tests.parity.test_theory import LARGE, bytes_on_a_rank
 
@@ -70,7 +70,7 @@ def test_missing_code_would_be_seen() -> None:
     assert len(named) > 30, "the page of a step says where things happen"
 
 
-def test_pictures_are_what_the_code_draws() -> None:
+def test_pictures_are_up_to_date() -> None:
     for name, drawn in pictures():
         kept = (ROOT / "docs/images" / name).read_text(encoding="utf-8")
         assert kept == drawn, f"{name} is out of date: make pictures"
@@ -104,7 +104,7 @@ def test_the_table_of_schedules_has_the_schedules_numbers() -> None:
     assert sorted(name for name, _, _ in rows) == sorted(KINDS)
     for kind, waiting, kept in rows:
         checked = check(training_schedule(kind, 4, 2 if kind in ("interleaved", *FOLDED) else 1, 8))
-        assert (f"{checked.bubble:.1%}", ", ".join(map(str, checked.alive))) == (waiting, kept), kind
+        assert (f"{checked.bubble:.1%}", ", ".join(map(str, checked.in_flight))) == (waiting, kept), kind
 
 
 # Heading of docs/how-it-works/questions.md → words that its section must contain.
@@ -144,7 +144,7 @@ OTHERS = set(
 
 def test_flags_that_the_pages_name_are_flags() -> None:
     """Accepts every spelling of a setting, and the flags of other programs in `OTHERS`."""
-    known = {s.flag.replace("_", "-") for item in table().values() for s in item.spellings} | OTHERS
+    known = {s.flag.replace("_", "-") for item in all_settings().values() for s in item.spellings} | OTHERS
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         named = {flag.replace("_", "-") for flag in re.findall(r"(?<![\w-])--([a-z][\w-]+)", text)}

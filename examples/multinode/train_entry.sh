@@ -9,7 +9,7 @@ cd "$(dirname "$0")/../.."
 : "${NODE_RANK:?set NODE_RANK to 0, 1, ... on each machine}" "${MASTER_ADDR:?set MASTER_ADDR to the address of machine 0}"
 world="${WORLD_SIZE:-16}" here="${GPUS_PER_NODE:-4}"
 if [ $((world % here)) -ne 0 ]; then
-    echo "WORLD_SIZE=$world is no multiple of GPUS_PER_NODE=$here; set one of them" >&2
+    echo "WORLD_SIZE=$world is not a multiple of GPUS_PER_NODE=$here; set one of them" >&2
     exit 2
 fi
 if [ $# -eq 0 ]; then

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Continued pretraining of Qwen2.5-7B on eight GPUs of one machine: weights alone are taken from the checkpoint, logs and
-# TensorBoard go to OUTPUT_PATH. Paths and sizes come from outside; further words come last, so they win.
+# TensorBoard go to OUTPUT_PATH. Paths and sizes come from outside; further arguments come last, so they win.
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 

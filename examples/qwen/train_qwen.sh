@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Continued pretraining of Qwen2.5-7B from a checkpoint that tools/checkpoint/convert.py made. Every path and size can be set
 # from outside: CHECKPOINT_PATH=... DATA_PATH=... TP=4 GPUS=8 bash examples/qwen/train_qwen.sh --train-iters 100
-# (further words come last, so they win). Runs from anywhere; paths are those of the caller.
+# (further arguments come last, so they win). Runs from anywhere; paths are those of the caller.
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 

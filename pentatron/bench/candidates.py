@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pentatron.errors import UserError
-from pentatron.layout.schedules import SCHEDULES, Stages
+from pentatron.layout.schedules import SCHEDULES, StagesPerRank
 from pentatron.settings.declaration import flag_of
 from pentatron.text import divisors, in_gib
 
@@ -23,7 +23,9 @@ AXES = {
 VARIANTS = ("zero", "sp", "schedules")
 _ZERO_STAGES = (0, 1, 2, 3)
 # Those that need no setting for the number of stages on a rank.
-_SCHEDULES = tuple(kind for kind, schedule in SCHEDULES.items() if schedule.stages is not Stages.SEVERAL)
+_SCHEDULES = tuple(
+    kind for kind, schedule in SCHEDULES.items() if schedule.stages is not StagesPerRank.SEVERAL
+)
 # Upper limit of the search for a micro-batch size.
 MAX_MICRO_BATCH = 65536
 
@@ -71,7 +73,7 @@ def all_layouts(
     """
     unknown = [name for name in variants if name not in VARIANTS]
     if unknown:
-        raise UserError(f"--variants {unknown[0]} is unknown; there are {', '.join(VARIANTS)}")
+        raise UserError(f"--variants {unknown[0]} is unknown; use one of {', '.join(VARIANTS)}")
     layouts: list[Candidate] = []
     for pipeline, context, tensor in itertools.product(divisors(processes), repeat=3):
         data, rest = divmod(processes, pipeline * context * tensor)

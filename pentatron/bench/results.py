@@ -187,7 +187,7 @@ def summary_lines(rows: Sequence[Row]) -> list[str]:
     """Summarizes the results: the fastest and the leanest layout, communication and GPU utilisation."""
     finished = [(row, row.measured) for row in rows if row.measured is not None]
     if not finished:
-        return ["no layout ran to its end"]
+        return ["no layout completed"]
     fastest, speed = max(finished, key=lambda pair: pair[1].tokens_per_second)
     leanest, memory = min(finished, key=lambda pair: max(pair[1].memory_bytes))
     lines = [
@@ -232,8 +232,8 @@ class ResultsFolder:
         try:
             if self.path.is_dir() and any(self.path.iterdir()):
                 if not self.summary.exists() and not (self.path / "plot_results.py").exists():
-                    kept = "holds other files than a benchmark's, so it is not moved aside"
-                    raise UserError(f"{self.path} {kept}; name another folder with --out")
+                    kept = "contains files that are not a benchmark's, so it is not moved aside"
+                    raise UserError(f"{self.path} {kept}; choose another folder with --out")
                 path = self.path.resolve()
                 moved = next_numbered_name(path, ".")
                 rename(path, moved)
@@ -242,5 +242,5 @@ class ResultsFolder:
             shutil.copyfile(plot_results.__file__, self.path / "plot_results.py")
         except OSError as error:
             problem = f"the folder {self.path} cannot be used for results ({error.strerror})"
-            raise UserError(f"{problem}; name another with --out") from None
+            raise UserError(f"{problem}; choose another with --out") from None
         return moved

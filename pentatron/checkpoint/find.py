@@ -18,14 +18,14 @@ from pentatron.checkpoint.format import (
     verify_files,
 )
 from pentatron.checkpoint.load import ROUTERS, WEIGHTS
-from pentatron.checkpoint.manifest_checks import implausible
+from pentatron.checkpoint.manifest_checks import size_problem
 from pentatron.checkpoint.retention import read_base_steps
 from pentatron.checkpoint.store import TRACKER, Checkpoint, CheckpointStore, require_one_step
 from pentatron.checkpoint.verify import Check
 from pentatron.errors import UserError
 from pentatron.settings.declaration import Setting
 from pentatron.settings.model import MoEConfig, TransformerConfig
-from pentatron.settings.run_config import table
+from pentatron.settings.run_config import all_settings
 from pentatron.settings.settings import Settings
 
 LATEST = "latest"
@@ -109,13 +109,13 @@ def refuse_other_formats(path: Path) -> None:
         folder, kind = step
         described = "format torch_dist" if kind == "torch_dist" else "older format, one file for each rank"
         raise UserError(
-            f"{folder} is a checkpoint of Megatron-LM in its {described}; such files hold pickle, so reading them must be permitted: add "
-            f"--ckpt-format {kind} to pentatron train or export (they are read in a sandboxed process that runs nothing of them)"
+            f"{folder} is a checkpoint of Megatron-LM in its {described}; its files contain pickle, so reading them must be permitted: add "
+            f"--ckpt-format {kind} to pentatron train or export (a sandboxed process reads them and runs none of their code)"
         )
     # Our saves write the tracker file too, but always with `latest`.
     if (path / TRACKER).is_file() and not (path / LATEST).exists():
         raise UserError(
-            f"{path / TRACKER} is of Megatron-LM, but {_newest_iteration(path)} holds no checkpoint; name the folder of one"
+            f"{path / TRACKER} was written by Megatron-LM, but {_newest_iteration(path)} contains no checkpoint; give the folder of a checkpoint"
         )
 
 
@@ -251,7 +251,7 @@ def saved_settings(found: Checkpoint) -> dict[str, Any]:
     """
     config = found.manifest.config
     architecture = (*config.get("model", ()), *config.get("moe", ()))
-    unknown = [name for name in architecture if name not in table()]
+    unknown = [name for name in architecture if name not in all_settings()]
     if "model" not in config or unknown:
         raise UserError(
             f"{found.folder} describes a model this version does not know ({', '.join(unknown) or 'it has no settings'}); use the "
@@ -259,17 +259,17 @@ def saved_settings(found: Checkpoint) -> dict[str, Any]:
         )
     flat = {name: value for section in config.values() for name, value in section.items()}
     # Settings unknown to this version (older or newer) are passed through unchecked.
-    saved = {name: _typed(found, name, value) if name in table() else value for name, value in flat.items()}
-    if problem := implausible(saved, {n: r.shape for n, r in found.manifest.tensors.items()}):
-        raise UserError(
-            f"{found.folder} cannot be the model that it describes ({problem}); name another step"
-        )
+    saved = {
+        name: _typed(found, name, value) if name in all_settings() else value for name, value in flat.items()
+    }
+    if problem := size_problem(saved, {n: r.shape for n, r in found.manifest.tensors.items()}):
+        raise UserError(f"{found.folder} cannot be the model it describes ({problem}); name another step")
     return saved
 
 
 def _typed(found: Checkpoint, name: str, value: Any) -> Any:
     """Returns a saved value in the type of its setting. Raises UserError if it has another type."""
-    item = table()[name]
+    item = all_settings()[name]
     absent = value is None and (item.optional or item.section not in _USED)
     items = value if isinstance(value, list) else [value]
     valid = absent or (isinstance(value, list) == item.is_list and all(_is_valid(item, one) for one in items))

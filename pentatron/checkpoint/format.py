@@ -21,7 +21,7 @@ from pentatron.checkpoint.manifest_checks import check_types, read_json
 from pentatron.checkpoint.tensor_file import DTYPES, TORCH_FILES, FileRecord, tensor_checksums, write_tensors
 from pentatron.checksums import digest_of_file
 from pentatron.errors import UserError
-from pentatron.parallel.encoding import sendable
+from pentatron.parallel.serialization import sendable
 from pentatron.parallel.sharding import Fragment, Shape
 
 FORMAT = "pentatron-checkpoint"
@@ -67,7 +67,7 @@ class TensorRecord:
                 continue
             # The key repeats the rectangle, so a start that was changed after saving is detected.
             if piece.key != (expected := piece_key(name, self.shape, piece.start, piece.shape)):
-                return f"the piece {piece.key} is in the place of {expected}"
+                return f"piece {piece.key} is stored where {expected} is expected"
         return None
 
 
@@ -167,7 +167,7 @@ def read_manifest(folder: Path) -> Manifest:
         if content["format"] == FORMAT and (version > VERSION or (intact and version != VERSION)):
             other = "a newer" if version > VERSION else "an older"
             raise UserError(
-                f"{path} has format version {version}, this program knows {VERSION}; use {other} Pentatron"
+                f"{path} has format version {version}, but this program supports version {VERSION}; use {other} Pentatron"
             )
         if content["format"] != FORMAT or not intact:
             raise DamagedCheckpoint(f"{path} does not match its own checksum")
@@ -201,7 +201,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
         if not path.is_file():
             raise DamagedCheckpoint(f"{path} is missing")
         if path.resolve().parent != folder.resolve():
-            raise DamagedCheckpoint(f"{path} is a symbolic link out of its step, which is not followed")
+            raise DamagedCheckpoint(f"{path} is a symbolic link out of its step; such links are not followed")
         if path.stat().st_size != record.bytes:
             raise DamagedCheckpoint(f"{path} has {path.stat().st_size} bytes, not {record.bytes}")
     for path in sorted(path for kind in ("*.safetensors", "*.distcp") for path in folder.glob(kind)):
@@ -267,9 +267,7 @@ def locate_damage(path: Path, manifest: Manifest, digest: str) -> tuple[list[str
     Tensors are located by their own CRC-32; without these, all tensors of the file are returned.
     """
     names = manifest.tensors_in(path.name)
-    pieces = {
-        p.key: (name, p) for name in names for p in manifest.tensors[name].pieces if p.file == path.name
-    }
+    pieces = {p.key: (name, p) for n in names for p in manifest.tensors[n].pieces if p.file == path.name}
     wrong = f"{path}: sha256 is {digest[:12]}…, not {manifest.files[path.name].sha256[:12]}…;"
     if not pieces or any(piece.crc32 is None for _, piece in pieces.values()):
         return names, f"{wrong} it holds {len(names)} tensors, from {names[0] if names else 'none'} on"
@@ -321,9 +319,9 @@ class SaveResult:
     keeps_older: bool = False
 
 
-def rank_local_fragments(own: Mapping[str, Tensor]) -> list[Fragment]:
+def rank_local_fragments(rank_local: Mapping[str, Tensor]) -> list[Fragment]:
     """Returns tensors that exist only on this rank as fragments that cover them."""
-    return [Fragment(name, tuple(t.shape), (0,) * t.dim(), t) for name, t in own.items()]
+    return [Fragment(name, tuple(t.shape), (0,) * t.dim(), t) for name, t in rank_local.items()]
 
 
 def write_rank_file(path: Path, fragments: Sequence[Fragment]) -> RankWriteResult:

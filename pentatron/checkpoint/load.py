@@ -57,7 +57,7 @@ def load_fragments(folder: Path, manifest: Manifest, targets: Iterable[Fragment]
 def load_tensor(folder: Path, manifest: Manifest, name: str) -> Tensor:
     """Loads one whole tensor, such as the state of a random generator."""
     if name not in manifest.tensors:
-        raise UserError(f"checkpoint {folder} has no {name}; was it saved by another version?")
+        raise UserError(f"checkpoint {folder} has no {name}; load it with the version that saved it")
     record = manifest.tensors[name]
     tensor = torch.empty(record.shape, dtype=DTYPES[record.dtype])
     load_fragments(folder, manifest, [Fragment(name, record.shape, (0,) * len(record.shape), tensor)])

@@ -109,7 +109,7 @@ class FolderLock:
                 self._record(replace(self.owner, released=True))
         self._file.close()
 
-    def withdraw(self) -> None:
+    def remove_if_created(self) -> None:
         """Removes the lock file if this lock created it, for a job that is refused after locking.
 
         Another job waiting for this inode compares it with the path's, and retries.
@@ -142,7 +142,7 @@ class FolderLock:
                 return
             self._lose(f"{self.path} was deleted, and {self.folder} taken by {owner or 'another job'}")
         except OSError as error:
-            self._lose(f"{self.path} was deleted, and cannot be made again ({error.strerror or error})")
+            self._lose(f"{self.path} was deleted, and cannot be created again ({error.strerror or error})")
         owner = read_owner(self.path)
         if owner is not None and owner.token != self.owner.token:
             file.close()
@@ -153,7 +153,7 @@ class FolderLock:
             # The disk may be full; the kernel's lock is held.
             self._record(self.owner)
         self._say(
-            f"note: {self.path} was deleted during the run; it was made again, as no other job uses the folder"
+            f"note: {self.path} was deleted during the run; it was created again, because no other job uses the folder"
         )
 
     def _lose(self, how: str) -> NoReturn:
@@ -170,11 +170,11 @@ class FolderLock:
 def lock_folder(
     folder: Path,
     say: Callable[[str], None] = lambda text: None,
-    way_out: str = "stop it, or choose another --run-dir",
+    advice: str = "stop it, or choose another --run-dir",
 ) -> Iterator[FolderLock]:
     """Context manager that locks the folder for this process.
 
-    `say` gets a message while waiting for the heartbeat of an owner on another machine. `way_out`: advice in
+    `say` gets a message while waiting for the heartbeat of an owner on another machine. `advice`: end of
     the error for a locked folder.
     """
     path = folder / LOCK_FILE
@@ -182,12 +182,12 @@ def lock_folder(
     try:
         file = _locked(path)
     except BlockingIOError:
-        raise _refusal(folder, str(read_owner(path) or "its owner is not recorded"), way_out) from None
+        raise _refusal(folder, str(read_owner(path) or "its owner is not recorded"), advice) from None
     try:
         # On a local file system, acquiring the kernel's lock proves that the owner is dead.
         is_local, last = _file_system(folder) in _LOCAL, read_owner(path)
         if last and not is_local and not last.released and last.host != socket.gethostname():
-            _wait_for_timeout(path, last, say, way_out)
+            _wait_for_timeout(path, last, say, advice)
         lock = FolderLock(folder, file, say)
     except BaseException:
         file.close()
@@ -276,21 +276,19 @@ def _file_system(folder: Path) -> str:
     return max(reversed(holding), key=lambda mount: len(mount[0]), default=("", ""))[1]
 
 
-def _wait_for_timeout(path: Path, owner: Owner, say: Callable[[str], None], way_out: str) -> None:
+def _wait_for_timeout(path: Path, owner: Owner, say: Callable[[str], None], advice: str) -> None:
     """Returns when the owner's heartbeat has timed out; raises UserError as soon as it shows a heartbeat."""
     modified = path.stat().st_mtime
     if (left := _STALE_SECONDS - _age(path)) > 0:
-        say(
-            f"{path.parent} belonged to {owner}; waiting up to {left:.0f} s for a heartbeat of that process ..."
-        )
+        say(f"{path.parent} belonged to {owner}; waiting up to {left:.0f} s for its heartbeat ...")
     while _age(path) < _STALE_SECONDS:
         if read_owner(path) != owner or path.stat().st_mtime != modified:
-            raise _refusal(path.parent, str(owner), way_out)
+            raise _refusal(path.parent, str(owner), advice)
         time.sleep(_POLL_SECONDS)
 
 
-def _refusal(folder: Path, owner: str, way_out: str) -> UserError:
-    return UserError(f"another job is using {folder} ({owner}); wait for it, {way_out}")
+def _refusal(folder: Path, owner: str, advice: str) -> UserError:
+    return UserError(f"another job is using {folder} ({owner}); wait for it, {advice}")
 
 
 def read_owner(path: Path) -> Owner | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.checksums import CRC32, SHA256
-from pentatron.settings.run_config import table
+from pentatron.settings.run_config import all_settings
 from pentatron.settings.settings import Settings
 from pentatron.text import binary_size, one_line, parse_printable_json
 
@@ -82,7 +82,7 @@ def _require(condition: bool, what: str, value: Any) -> None:
         raise ValueError(f"{what} is {text if len(text) <= 60 else f'{text[:57]}...'}")
 
 
-def implausible(
+def size_problem(
     settings: Mapping[str, Any], tensors: Mapping[str, Sequence[int]], stacked: bool = False
 ) -> str | None:
     """Returns why tensors of these shapes cannot belong to the model of the settings, or None.
@@ -92,7 +92,7 @@ def implausible(
     all layers.
     """
     # Settings that were not saved are None, not their defaults.
-    saved = Settings({**dict.fromkeys(table()), **settings})
+    saved = Settings({**dict.fromkeys(all_settings()), **settings})
     for name in _COUNTS:
         if (count := getattr(saved, name)) is not None and count < 1:
             return f"{name} {count}, which must be above 0"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pentatron.errors import UserError
 from pentatron.files import free_name, hidden_name, make_folder, rename, write_file
-from pentatron.parallel.encoding import sendable
+from pentatron.parallel.serialization import sendable
 from pentatron.text import parse_json
 
 # Names of steps in our format and in the format torch_dist.

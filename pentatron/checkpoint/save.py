@@ -39,24 +39,24 @@ class HostCopy:
         self._copied.set()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def begin(self, steady: Sequence[Fragment], changing: Sequence[Fragment]) -> Callable[[], list[Fragment]]:
-        """Copies `changing` now.
+    def begin(self, later: Sequence[Fragment], now: Sequence[Fragment]) -> Callable[[], list[Fragment]]:
+        """Copies `now` at once.
 
-        The returned function copies `steady` and returns all copies; it may be called from any thread.
+        The returned function copies `later` and returns all copies; it may be called from any thread.
         """
         assert self._copied.is_set(), "one copy at a time"
-        fragments = [*changing, *steady]
+        fragments = [*now, *later]
         copies = [replace(fragment, values=view) for fragment, view in self._views(fragments)]
         pairs = [(fragment.values, copy.values) for fragment, copy in zip(fragments, copies, strict=True)]
-        self._copy(pairs[: len(changing)])
-        steady_pairs = pairs[len(changing) :]
+        self._copy(pairs[: len(now)])
+        later_pairs = pairs[len(now) :]
         # Recorded here, on the stream that computed the values: the writing thread has other streams.
-        events = _record_events({values.device for values, _ in steady_pairs})
+        events = _record_events({values.device for values, _ in later_pairs})
         self._copied.clear()
 
         def finish() -> list[Fragment]:
             try:
-                self._copy(steady_pairs, events)
+                self._copy(later_pairs, events)
             finally:
                 self._copied.set()
             return copies
@@ -141,8 +141,8 @@ class Saver:
     """Saves steps one after the other, synchronously or in the background.
 
     In the background a thread writes the files while training continues; only the caller's thread runs
-    collectives. All ranks must therefore call `begin`, and `settle` between steps and at the end, at the same
-    points.
+    collectives. All ranks must therefore call `begin`, and `commit_pending` between steps and at the end, at
+    the same points.
     """
 
     def __init__(
@@ -157,22 +157,22 @@ class Saver:
     def begin(
         self,
         step: int,
-        steady: Iterable[Fragment],
-        changing: Iterable[Fragment],
-        own: Mapping[str, Tensor],
+        copy_later: Iterable[Fragment],
+        copy_now: Iterable[Fragment],
+        rank_local: Mapping[str, Tensor],
         run_state: Mapping[str, Any],
         config: Mapping[str, Any],
     ) -> None:
         """Saves, or starts to in the background.
 
-        `steady` must then not change before `wait_until_copied` returns. An earlier save must be settled.
-        `own` are tensors that exist only on this rank.
+        `copy_later` must then not change before `wait_until_copied` returns. An earlier save must be
+        committed. `rank_local` are tensors that exist only on this rank.
         """
         assert self._pending is None, "one save at a time"
-        steady_list, changing_list = list(steady), [*changing, *rank_local_fragments(own)]
-        copied_fragments = [*steady_list, *changing_list].copy
+        later, now = list(copy_later), [*copy_now, *rank_local_fragments(rank_local)]
+        copied_fragments = [*later, *now].copy
         if self.background:
-            copied_fragments = self._copy.begin(steady_list, changing_list)
+            copied_fragments = self._copy.begin(later, now)
         try:
             draft = Manifest(step, {}, {}, dict(run_state), dict(config))
             stages = self.store.start(draft, copied_fragments, self.group, self.background)
@@ -187,7 +187,7 @@ class Saver:
         """The step that is being saved, or None."""
         return None if self._pending is None else self._pending[0]
 
-    def settle(self, wait: bool) -> SavedStep | None:
+    def commit_pending(self, wait: bool) -> SavedStep | None:
         """Finishes a pending save: commits it if all ranks have written. Collective.
 
         Returns the saved step, or None if there is none or it is still being written (`wait=False`). Raises a
@@ -206,14 +206,14 @@ class Saver:
         if self._pending is None:
             return None
         step = self._pending[0]
-        saved = self.settle(wait=False)
+        saved = self.commit_pending(wait=False)
         if saved is None and not self._warned:
             self._warned = True
             self._say(
                 f"note: the checkpoint of step {step} is still being written: training waits for it before the next one (a longer "
                 f"--save-interval, or a faster disk, avoids that)"
             )
-        return saved or self.settle(wait=True)
+        return saved or self.commit_pending(wait=True)
 
     def wait_until_copied(self) -> None:
         """Blocks until the pending save has copied the tensors; called before they change."""

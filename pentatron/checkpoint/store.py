@@ -22,7 +22,7 @@ from pentatron.checkpoint.verify import Check, VerificationProblem, verify_rank_
 from pentatron.errors import FolderLost, SaveError, UserError
 from pentatron.files import free_bytes, free_name, fsync_folder, hidden_name, rename, write_new_synced
 from pentatron.parallel.collectives import Group, broadcast_object, gather_objects, largest
-from pentatron.parallel.encoding import sendable
+from pentatron.parallel.serialization import sendable
 from pentatron.parallel.sharding import Fragment
 from pentatron.text import in_mib
 
@@ -66,16 +66,16 @@ class CheckpointStore:
         self,
         step: int,
         fragments: Iterable[Fragment],
-        own: Mapping[str, Tensor],
+        rank_local: Mapping[str, Tensor],
         run_state: Mapping[str, Any],
         config: Mapping[str, Any],
         group: Group,
     ) -> Path:
         """Saves one step synchronously.
 
-        All ranks' fragments cover every tensor exactly; `own` exists only on this rank.
+        All ranks' fragments cover every tensor exactly; `rank_local` exists only on this rank.
         """
-        parts = (*fragments, *format.rank_local_fragments(own))
+        parts = (*fragments, *format.rank_local_fragments(rank_local))
         draft = Manifest(step, {}, {}, dict(run_state), dict(config))
         stages = self.start(draft, lambda: parts, group, background=False)
         return self.outcome(step, stages.advance(wait=True))
@@ -106,13 +106,13 @@ class CheckpointStore:
         """Size of a fragment on disk."""
         return part.values.numel() * part.values.element_size()
 
-    def complete(self, temporary: Path, draft: Manifest, everyone: Sequence[Any]) -> Manifest:
+    def complete(self, temporary: Path, draft: Manifest, rank_results: Sequence[Any]) -> Manifest:
         """Adds all ranks' files and tensors to the manifest.
 
         Raises ValueError unless the fragments cover every tensor exactly.
         """
-        files = {file.name: file for written in everyone for file in written.files}
-        records = (record for written in everyone for record in written.tensors.items())
+        files = {file.name: file for written in rank_results for file in written.files}
+        records = (record for written in rank_results for record in written.tensors.items())
         return replace(draft, files=files, tensors=format.merge_tensor_records(records))
 
     def outcome(self, step: int, verdicts: Sequence[Any] | None) -> Path:
@@ -316,20 +316,20 @@ class RankSave:
     group: Group
     verdict: SaveResult = field(default_factory=SaveResult)
 
-    def commit(self, everyone: Sequence[format.RankWriteResult]) -> SaveResult:
+    def commit(self, rank_results: Sequence[format.RankWriteResult]) -> SaveResult:
         """Stage 2, rank 0: commits the step if all ranks wrote their files and the fragments are complete."""
         if self.group.rank == 0:
-            self.verdict = self._try_commit(everyone)
+            self.verdict = self._try_commit(rank_results)
             if not self.verdict.final and not self.verdict.lost:
                 shutil.rmtree(self.temporary, ignore_errors=True)
         return self.verdict
 
-    def _try_commit(self, everyone: Sequence[format.RankWriteResult]) -> SaveResult:
+    def _try_commit(self, rank_results: Sequence[format.RankWriteResult]) -> SaveResult:
         """Commits the step.
 
         Order: manifest, rename, sync of the folder, read back of the manifest, `latest`.
         """
-        for rank, written in enumerate(everyone):
+        for rank, written in enumerate(rank_results):
             if written.mistake:
                 return SaveResult(mistake=f"rank {rank}: {written.mistake}")
             if written.failure:
@@ -337,7 +337,7 @@ class RankSave:
         final = None
         try:
             self.store.guard(True)
-            manifest = self.store.complete(self.temporary, self.draft, everyone)
+            manifest = self.store.complete(self.temporary, self.draft, rank_results)
             final = self.store.place(self.temporary, manifest)
             # A failure of these two is only a warning, as the step itself is saved.
             notes = []
@@ -349,9 +349,7 @@ class RankSave:
             # Read from disk: verifies what was written, not what should have been.
             read_manifest(final)
             if reason := _failure_of(self.store.update_latest, final):
-                notes.append(
-                    f"the step is saved, but the file `latest` could not be made to name it ({reason})"
-                )
+                notes.append(f"the step is saved, but the file `latest` could not be updated ({reason})")
             to_check = not unsynced and self.store.needs_read_back(self.draft.step)
             return SaveResult(
                 str(final), to_check=to_check, note="; ".join(notes), keeps_older=bool(unsynced)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pentatron.checksums import CRC32, ThreadedBlockChecksums, crc32_of_range
 from pentatron.files import fdatasync, fsync
-from pentatron.parallel.encoding import sendable
+from pentatron.parallel.serialization import sendable
 from pentatron.parallel.sharding import Shape, region
 from pentatron.text import parse_json
 

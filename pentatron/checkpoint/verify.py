@@ -22,7 +22,7 @@ from pentatron.checkpoint.tensor_file import DTYPES
 from pentatron.checksums import ProgressCallback, digest_of_file
 from pentatron.errors import UserError
 from pentatron.parallel.collectives import Group, broadcast_object, gather_objects, run_on_all_ranks
-from pentatron.parallel.encoding import sendable
+from pentatron.parallel.serialization import sendable
 from pentatron.parallel.sharding import Shape
 
 T = TypeVar("T")
@@ -184,7 +184,7 @@ def tensor_statistics(reader: StepReader, name: str) -> TensorStatistics:
 
 
 @dataclass(frozen=True)
-class Problem:
+class StepProblem:
     """A problem of a step.
 
     `tensors`: those affected. `expected` and `found`: if known. `sentence`: the full message.
@@ -197,23 +197,25 @@ class Problem:
     found: str = ""
 
 
-def open_manifest(folder: Path) -> tuple[Manifest | None, list[Problem]]:
+def open_manifest(folder: Path) -> tuple[Manifest | None, list[StepProblem]]:
     """Reads the manifest and checks the sizes of the files, not their content."""
     try:
         manifest = read_manifest(folder)
     except (DamagedCheckpoint, UserError) as error:
-        return None, [Problem(str(error))]
+        return None, [StepProblem(str(error))]
     number = step_number(folder)
     if number in (None, manifest.step):
         return manifest, []
     sentence = f"{folder} contains step {manifest.step}"
-    return None, [Problem(sentence, expected=str(number), found=str(manifest.step))]
+    return None, [StepProblem(sentence, expected=str(number), found=str(manifest.step))]
 
 
-def verify_digests(folder: Path, manifest: Manifest, threads: int, tell: ProgressCallback) -> list[Problem]:
+def verify_digests(
+    folder: Path, manifest: Manifest, threads: int, tell: ProgressCallback
+) -> list[StepProblem]:
     """Reads every file in parallel and compares its digest with the manifest."""
 
-    def check(name: str) -> list[Problem]:
+    def check(name: str) -> list[StepProblem]:
         path, expected = folder / name, manifest.files[name].sha256
         try:
             digest = digest_of_file(path, manifest.files[name].block_bytes, tell=tell)
@@ -222,16 +224,16 @@ def verify_digests(folder: Path, manifest: Manifest, threads: int, tell: Progres
             names, sentence = format.locate_damage(path, manifest, digest)
         except OSError as error:
             sentence = f"{path} cannot be read ({error.strerror or error})"
-            return [Problem(sentence, name, tuple(manifest.tensors_in(name)))]
-        return [Problem(sentence, name, tuple(names), expected, digest)]
+            return [StepProblem(sentence, name, tuple(manifest.tensors_in(name)))]
+        return [StepProblem(sentence, name, tuple(names), expected, digest)]
 
     with ThreadPoolExecutor(max(1, threads)) as pool:
         return [problem for problems in pool.map(check, manifest.files) for problem in problems]
 
 
-def find_non_finite(folder: Path, manifest: Manifest, tell: ProgressCallback) -> list[Problem]:
+def find_non_finite(folder: Path, manifest: Manifest, tell: ProgressCallback) -> list[StepProblem]:
     """Searches every floating-point tensor for NaN and inf. These are not file damage: the digests match."""
-    problems: list[Problem] = []
+    problems: list[StepProblem] = []
     with StepReader(folder, manifest) as reader:
         for name, record in manifest.tensors.items():
             if not DTYPES[record.dtype].is_floating_point:
@@ -239,11 +241,11 @@ def find_non_finite(folder: Path, manifest: Manifest, tell: ProgressCallback) ->
             try:
                 statistics = tensor_statistics(reader, name)
             except UserError as error:
-                problems.append(Problem(str(error), tensors=(name,)))
+                problems.append(StepProblem(str(error), tensors=(name,)))
                 continue
             tell(statistics.elements * DTYPES[record.dtype].itemsize)
             if statistics.finite < statistics.elements:
                 counts = f"{statistics.nans:,} NaN and {statistics.infinities:,} infinite"
                 sentence = f"{folder}: {name} has {counts} of {statistics.elements:,} elements, the first at {statistics.first_bad}"
-                problems.append(Problem(sentence, "", (name,), "finite numbers", counts))
+                problems.append(StepProblem(sentence, "", (name,), "finite numbers", counts))
     return problems

@@ -27,9 +27,9 @@ from pentatron.launch.machine import host_memory, usable_cores
 from pentatron.plan.memory import memory_of
 from pentatron.settings.declaration import NON_NEGATIVE, ONE_OR_MORE, POSITIVE
 from pentatron.settings.entry_points import TRAIN, EntryPoint
-from pentatron.settings.parameters import step_flops
+from pentatron.settings.model_sizes import step_flops
 from pentatron.settings.resolve import gather
-from pentatron.settings.run_config import RunConfig, table
+from pentatron.settings.run_config import RunConfig, all_settings
 from pentatron.settings.settings import Draft
 from pentatron.text import binary_size, divisors, plural
 
@@ -46,47 +46,47 @@ _OOM_MESSAGES = (
     *("out of GPU memory", "out of host memory", "cannot fit", "out of memory", "ALLOC_FAILED"),
     "killed by SIGKILL",
 )
-_HEADROOM_NOTE = "; the rest of the memory is for the allocator's gaps and the libraries: a long run may need a little more than a short one"
+_HEADROOM_NOTE = "; the rest of the memory is for fragmentation and libraries, because a long run may need slightly more than a short one"
 
 
 @dataclass(frozen=True)
 class BenchOptions(Options):
     variants: tuple[str, ...] = option(
         (),
-        f"also try: {', '.join(candidates.VARIANTS)} (ZeRO stages, sequence parallel, pipeline schedules)",
+        f"also measure these variants: {', '.join(candidates.VARIANTS)} (ZeRO stages, sequence parallel, pipeline schedules)",
         value="V ...",
     )
-    steps: int = option(4, "measured steps", limit=ONE_OR_MORE)
-    warmup: int = option(2, "warm-up steps before them, which are not measured", limit=NON_NEGATIVE)
+    steps: int = option(4, "number of measured steps", limit=ONE_OR_MORE)
+    warmup: int = option(2, "number of steps before the measured ones", limit=NON_NEGATIVE)
     out: str = option(
         "benchmark_results",
-        "folder of the results; an earlier one of that name is moved aside",
+        "folder of the results; an existing folder of that name is moved aside",
         value="FOLDER",
     )
-    layout_timeout: float = option(600.0, "seconds a layout may take", value="S", limit=POSITIVE)
+    layout_timeout: float = option(600.0, "maximum seconds per layout", value="S", limit=POSITIVE)
     list: bool = option(False, "list the layouts without running them")
     find_micro_batch: bool = option(
         False,
-        "search the largest micro-batch that fits by real steps of one layout; the sizes tried are also written to "
+        "search the largest micro-batch that fits by running steps of one layout; results are also written to "
         "FOLDER/micro_batch.json",
     )
 
     def problems(self) -> Iterable[str]:
         if self.find_micro_batch and (self.list or self.variants):
-            fix = "leave --list and --variants out, or look for layouts without it"
-            yield f"--find-micro-batch tries one layout; {fix}"
+            fix = "leave out --list and --variants, or --find-micro-batch"
+            yield f"--find-micro-batch measures one layout; {fix}"
 
 
 USAGE = f"""{usage("pentatron bench [--nproc-per-node N]", BenchOptions, "[--setting value ...]")}
 
 Trains every layout that N processes allow (data, tensor, context and pipeline parallel, and expert parallel for a model with
-experts) for a few steps, each as `pentatron train` does it, and writes a table here and in FOLDER/summary.csv. A layout that fails or
-that the rules refuse is listed with the reason. Without a model a small one is used; all settings of `pentatron
-train` are accepted. A size that is given (--tp_size 2) is fixed for all layouts.
+experts) for a few steps with `pentatron train`, prints a table and writes it to FOLDER/summary.csv. A layout that fails or
+that the rules refuse is listed with the reason. Without a model, a small one is used. All settings of `pentatron
+train` are accepted. A given size (--tp_size 2) is the same in all layouts.
 
 {options_help(BenchOptions)}
 
---nproc-per-node N is how many processes a layout has (one per GPU; 2 without GPU).
+--nproc-per-node N is the number of processes of a layout (one per GPU; 2 without GPU).
 
 Communication is the time a rank waits for others: in collectives that are not overlapped with computation, and for messages of the
 pipeline, including its bubble. On a CPU the calls are timed, on a GPU the compute stream, with CUDA events; summary.csv has both
@@ -105,8 +105,7 @@ _OTHER_BATCHES = ("gradient_accumulation_steps", "num_microbatches", "rank_batch
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Settings of a benchmark. `settings` are the user's words, `words` those and the ones of the
-    benchmark."""
+    """Settings of a benchmark. `settings`: the user's arguments. `words`: these plus the benchmark's."""
 
     settings: Sequence[str]
     words: Sequence[str]
@@ -132,13 +131,13 @@ def bench_command(words: Sequence[str]) -> int:
     sweep, draft = _sweep(settings, options)
     if options.find_micro_batch:
         if draft.given("micro_batch_size"):
-            raise UserError("--micro-batch-size is what --find-micro-batch looks for; leave it out")
+            raise UserError("--find-micro-batch searches --micro-batch-size, which is given; leave it out")
         return find_micro_batch(sweep, any(draft.given(n) for n in ("global_batch_size", *_OTHER_BATCHES)))
     variants = [name for word in options.variants for name in word.split(",") if name]
     fixed = {axis: getattr(draft, name) for axis, name in candidates.AXES.items() if draft.given(name)}
     layouts = candidates.all_layouts(sweep.processes, draft.num_experts, fixed, variants)
     if not layouts:
-        sizes = "has the sizes that were given; leave some of them out"
+        sizes = "has the given sizes; leave some of them out"
         raise UserError(f"no layout of {sweep.processes} processes {sizes}")
     if not options.list:
         return _run(sweep, layouts)
@@ -158,7 +157,7 @@ def _sweep(settings: Sequence[str], options: BenchOptions) -> tuple[BenchConfig,
     draft = gather(settings, plain)
     for name, instead in (("train_iters", "--steps and --warmup"), ("run_dir", "--out")):
         if draft.given(name):
-            raise UserError(f"{table()[name].flag} cannot be set in a benchmark; use {instead}")
+            raise UserError(f"{all_settings()[name].flag} cannot be set in a benchmark; use {instead}")
     gpus = 0 if draft.device == "cpu" else torch.cuda.device_count()
     requested = draft.nproc_per_node
     if requested is not None and requested < 1:
@@ -185,7 +184,7 @@ def _query_gpu(code: str) -> str:
     queried = subprocess.run(words, capture_output=True, text=True)
     if queried.returncode:
         error = queried.stderr.strip().splitlines() or ["it exited without a message"]
-        raise UserError(f"the GPU does not answer ({error[-1]}); measure without it: --device cpu")
+        raise UserError(f"the GPU query failed ({error[-1]}); measure without GPU: --device cpu")
     return queried.stdout.strip()
 
 
@@ -197,7 +196,9 @@ def _introduction(sweep: BenchConfig, count: int) -> list[str]:
     lines = [f"{what} on {sweep.device}, {sweep.options.warmup} + {sweep.options.steps} steps each"]
     if not sweep.on_gpu:
         sharing = f"no GPU is used, so the processes share {cores} {plural(cores, 'CPU core')}"
-        lines.append(f"note: {sharing}; the numbers compare layouts here and do not predict a GPU's")
+        lines.append(
+            f"note: {sharing}; the numbers compare layouts on this machine and do not predict those of GPUs"
+        )
     elif sweep.processes > gpus:
         sharing = f"{sweep.processes} processes share {gpus} GPU(s) and communicate through gloo"
         lines.append(f"note: {sharing}, so the numbers do not predict that many GPUs")
@@ -207,7 +208,7 @@ def _introduction(sweep: BenchConfig, count: int) -> list[str]:
 def _open_folder(sweep: BenchConfig) -> None:
     moved_to = sweep.folder.open()
     if moved_to is not None:
-        say(f"the earlier results were moved to {moved_to}")
+        say(f"earlier results were moved to {moved_to}")
 
 
 def _run(sweep: BenchConfig, layouts: Sequence[Candidate]) -> int:
@@ -219,7 +220,9 @@ def _run(sweep: BenchConfig, layouts: Sequence[Candidate]) -> int:
     display = open_display("auto" if sys.stdout.isatty() else "off")
     starter = ForkServer(["pentatron.cli.bench_worker"])
     results = Table([layout.name for layout in layouts], sweep.on_gpu)
-    rows = [Row(layout, "not run", sweep.processes, "", "the sweep ended before") for layout in layouts]
+    rows = [
+        Row(layout, "not run", sweep.processes, "", "the sweep was stopped earlier") for layout in layouts
+    ]
     write_summary(sweep.folder.summary, rows)
     interrupted = False
     try:
@@ -242,10 +245,10 @@ def _run(sweep: BenchConfig, layouts: Sequence[Candidate]) -> int:
     say("\n" + "\n".join(summary_lines(rows)))
     utilisation = [row.measured.gpu_utilisation for row in rows if row.measured is not None]
     if sweep.on_gpu and utilisation and all(percent is None for percent in utilisation):
-        library = "torch asks the driver through a library (pip install nvidia-ml-py)"
+        library = "it needs a library of the driver (pip install nvidia-ml-py)"
         say(f"GPU utilisation was not measured: {library}")
-    pictures = f"; pictures: {', '.join(file.name for file in plots)} beside it"
-    again = f" (again with: cd {sweep.folder.path} && python plot_results.py)"
+    pictures = f"; pictures in the same folder: {', '.join(file.name for file in plots)}"
+    again = f" (redraw with: cd {sweep.folder.path} && python plot_results.py)"
     say(f"results: {sweep.folder.summary}{pictures + again if plots else ''}")
     if interrupted:
         return _INTERRUPTED
@@ -259,21 +262,21 @@ def find_micro_batch(sweep: BenchConfig, batch_is_given: bool) -> int:
     `batch_is_given`: whether the user has set the batch size of a step, by any of its settings.
     """
     search = _MicroBatchSearch(sweep, batch_is_given)
-    batch = "one micro-batch a step for each pipeline stage; for more, which accumulate gradients in fp32, set --global-batch-size"
+    batch = "one micro-batch per step and pipeline stage (more of them accumulate gradients in fp32: set --global-batch-size)"
     if batch_is_given:
-        batch = "the batch of a step that was given"
+        batch = "the given global batch"
     processes = f"{sweep.processes} {plural(sweep.processes, 'process')}"
-    say(f"looking for the largest micro-batch of {processes} on {sweep.device}, with {batch}")
+    say(f"searching the largest micro-batch of {processes} on {sweep.device}, with {batch}")
     room = search.room()
     estimate = functools.partial(search.estimate, room=room)
     estimates = candidates.find_largest(search.sizes, 1, _USABLE * room, estimate)
     foreseen = largest_fitting(estimates)
     if not sweep.on_gpu:
         # Real steps are not tried: filling the host memory would harm everything else on the machine.
-        given = f"what `pentatron plan` estimates for {binary_size(room)} of free memory a process"
-        say(f"note: no GPU is used, so nothing is tried: this is {given}")
+        given = f"the estimate of `pentatron plan` for {binary_size(room)} of free memory per process"
+        say(f"note: no GPU is used, so no steps are run: this is {given}")
         return _report(search, estimates)
-    say(f"foreseen by `pentatron plan`: {'not even the smallest' if foreseen is None else foreseen.size}")
+    say(f"estimated by `pentatron plan`: {'none' if foreseen is None else foreseen.size}")
     _open_folder(sweep)
     first = foreseen.size if foreseen else search.sizes[0]
     trials = candidates.find_largest(search.sizes, first, _ALLOCATABLE * room, search.attempt)
@@ -302,10 +305,12 @@ def _report(search: "_MicroBatchSearch", trials: list[Trial]) -> int:
     best = largest_fitting(trials)
     if best is None:
         fix = "try --recompute-granularity full, a shorter --seq-length or more GPUs"
-        raise UserError(f"not even a micro-batch of {search.sizes[0]} fits ({trials[-1].reason}); {fix}")
+        raise UserError(f"no micro-batch fits, even of size {search.sizes[0]} ({trials[-1].reason}); {fix}")
     say("\n".join(["", *trial_table(trials), ""]))
     is_last = best.size == search.sizes[-1]
-    say(f"largest: {best.size}{', the largest possible here; more would fit' if is_last else _HEADROOM_NOTE}")
+    say(
+        f"largest: {best.size}{', the largest that this batch allows; memory would suffice for more' if is_last else _HEADROOM_NOTE}"
+    )
     measured = [trial for trial in trials if trial.fits and trial.rate]
     fastest = max(measured, key=lambda trial: trial.rate or 0.0, default=best)
     if fastest.size != best.size:
@@ -357,7 +362,7 @@ class _MicroBatchSearch:
         if not self.sweep.on_gpu:
             host = host_memory()
             if host is None:
-                raise UserError("this system does not report its memory; set --micro-batch-size yourself")
+                raise UserError("this system does not report its memory; set --micro-batch-size")
             return host[1] / self.sweep.processes
         numbers = _query_gpu("print(torch.cuda.mem_get_info()[0], torch.cuda.device_count())")
         free, count = map(int, numbers.split())
@@ -369,7 +374,7 @@ class _MicroBatchSearch:
             return Trial(size, False, reason=reason)
         needed = memory_of(prepared.resolved.config, self.sweep.on_gpu).largest.total
         fits = needed <= _USABLE * room
-        return Trial(size, fits, needed, reason="" if fits else f"{binary_size(needed)} are foreseen")
+        return Trial(size, fits, needed, reason="" if fits else f"estimated {binary_size(needed)}")
 
     def attempt(self, size: int) -> Trial:
         """Runs some real steps in subprocesses."""
@@ -387,7 +392,7 @@ class _MicroBatchSearch:
 
 
 def trial_of(size: int, row: Row) -> Trial:
-    """Converts the result of a run to a trial; raises if the run failed for another reason than memory."""
+    """Converts the result of a run to a trial; raises if the run failed for a reason other than memory."""
     if row.measured is not None:
         return Trial(size, True, max(row.measured.memory_bytes), row.measured.tokens_per_second)
     if any(sign in row.reason for sign in _OOM_MESSAGES):
@@ -416,12 +421,12 @@ def training_command(sweep: BenchConfig, layout: Candidate, prepared: Prepared |
             value = getattr(prepared.resolved.config.settings, name)
             # A switch that is off has no flag.
             if source == f"default of {sweep.entry.name}" and name not in _DEFAULTS and value is not False:
-                defaults += table()[name].written(value).split()
+                defaults += all_settings()[name].written(value).split()
     return shlex.join(["pentatron", "train", *defaults, *sweep.words, *layout.words])
 
 
 def _show_progress(sweep: BenchConfig, layout: Candidate, display: Any, number: int, total: int) -> None:
-    """Renews the progress bar of a sweep while a layout runs."""
+    """Updates the progress bar of a sweep while a layout runs."""
     metrics = sweep.folder.metrics(layout.name)
     steps = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
     text = f"{layout.name}: {f'step {steps}' if steps else 'starting'}"
@@ -430,7 +435,7 @@ def _show_progress(sweep: BenchConfig, layout: Candidate, display: Any, number: 
 
 def measure_layout(sweep: BenchConfig, layout: Candidate, starter: Any, live: Callable[[], None]) -> Row:
     """Runs a layout and returns its row of the results. `live` is called while it runs."""
-    from pentatron.cli.bench_worker import Job, reason_of_failure, run_rank
+    from pentatron.cli.bench_worker import BenchJob, reason_of_failure, run_rank
 
     prepared, reason = prepare_layout(sweep, layout)
     row = Row(layout, "refused", sweep.processes, training_command(sweep, layout, prepared), reason)
@@ -440,11 +445,11 @@ def measure_layout(sweep: BenchConfig, layout: Candidate, starter: Any, live: Ca
     set_worker_environment(config.launch.threads_per_process)
     output, timeout = sweep.folder.output(layout.name), sweep.options.layout_timeout
     output.mkdir(parents=True)
-    job = Job(sweep.words_of(layout), sweep.entry, sweep.processes, free_port(), output)
+    job = BenchJob(sweep.words_of(layout), sweep.entry, sweep.processes, free_port(), output)
     outcome = starter.run(run_rank, lambda rank: (job, rank), sweep.processes, timeout, live)
     row = dataclasses.replace(row, config=config, device=sweep.device)
     if not outcome.is_good:
-        late = f"no result after {timeout:.0f} s (--layout-timeout)" if outcome.timed_out else ""
+        late = f"timed out after {timeout:.0f} s (--layout-timeout)" if outcome.timed_out else ""
         aborted = outcome.killed_message(or_aborted=True)
         cause = late or outcome.killed_message() or reason_of_failure(job, aborted)
         cause = cause or f"exit codes {list(outcome.exit_codes)}"

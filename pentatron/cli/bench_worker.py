@@ -18,7 +18,7 @@ from pentatron.settings.entry_points import EntryPoint
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchJob:
     """A layout to run. `port` is that of the rendezvous on this machine, `secret` authenticates its ranks."""
 
     words: Sequence[str]
@@ -32,7 +32,7 @@ class Job:
         return self.folder / f"rank{rank}.txt"
 
 
-def run_rank(job: Job, rank: int) -> None:
+def run_rank(job: BenchJob, rank: int) -> None:
     """Entry point of a forked process."""
     with job.output(rank).open("w", encoding="utf-8") as out:
         os.dup2(out.fileno(), 1)
@@ -58,7 +58,7 @@ _LOST = "lost contact with another rank"
 _REASON = re.compile(r"pentatron: |[\w.]*(Error|Exception):")
 
 
-def reason_of_failure(job: Job, otherwise: str | None = None) -> str | None:
+def reason_of_failure(job: BenchJob, otherwise: str | None = None) -> str | None:
     """Returns the last error of the first rank that failed by itself; `otherwise` if all only lost contact
     with another."""
     errors = []

@@ -31,20 +31,23 @@ if TYPE_CHECKING:
 # File name patterns of pickled weights.
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _PROGRESS_BAR = ("auto", "on", "off")
-_SHARE = Limit(lambda share: share >= 0, "a part of a number, 0 or more")
+_SHARE = Limit(lambda share: share >= 0, "a relative difference of 0 or more")
 
 
 @dataclass(frozen=True)
 class InspectOptions(Options):
     tensors: str | None = option(
-        None, "list its tensors, or those whose names match the pattern", value="PATTERN", alone="*"
+        None,
+        "list the tensors of the step, or those with a name that matches the pattern",
+        value="PATTERN",
+        alone="*",
     )
-    stats: bool = option(False, "with the minimum, maximum, mean and norm of each")
+    stats: bool = option(False, "print the minimum, maximum, mean and norm of each tensor")
     json: bool = option(False, "print JSON")
 
 
 @dataclass(frozen=True)
-class VerifyOptions(Options):
+class VerifyCheckpointOptions(Options):
     numbers: bool = option(False, "also check for NaN and inf")
     threads: int | None = option(None, "threads that compute checksums", limit=NON_NEGATIVE)
     json: bool = option(False, "print JSON")
@@ -53,7 +56,7 @@ class VerifyOptions(Options):
 
 @dataclass(frozen=True)
 class DiffOptions(Options):
-    weights_only: bool = option(False, "compare no optimizer state and no run state")
+    weights_only: bool = option(False, "compare weights only")
     tolerance: float = option(0.0, "largest relative difference that counts as equal", limit=_SHARE)
     json: bool = option(False, "print JSON")
     progress_bar: str = option("auto", "", choices=_PROGRESS_BAR)
@@ -71,31 +74,35 @@ class PruneOptions(Options):
 
     keep: int = option(
         0,
-        "how many of the newest steps to keep",
+        "number of newest steps to keep",
         unlisted="--keep-checkpoints",
         limit=Limit(ONE_OR_MORE.holds, "1 or more, because at least the newest step is kept"),
-        missing="set how many of the newest steps to keep, at least one: pentatron checkpoint prune PATH --keep N",
+        missing="give the number of newest steps to keep, at least 1: pentatron checkpoint prune PATH --keep N",
     )
     keep_every: int | None = option(
-        None, "also keep every such step", value="M", unlisted="--save-retain-interval", limit=NON_NEGATIVE
+        None,
+        "also keep steps that are multiples of M",
+        value="M",
+        unlisted="--save-retain-interval",
+        limit=NON_NEGATIVE,
     )
-    dry_run: bool = option(False, "remove nothing")
+    dry_run: bool = option(False, "print the steps that would be removed, and remove none")
     json: bool = option(False, "print JSON")
 
 
 USAGE = f"""usage: pentatron checkpoint COMMAND [...]
 
-A PATH is a run, the folder of its checkpoints, or one step of them, saved in any layout. Nothing is ever unpickled.
+PATH is a run folder, its checkpoint folder or one step, saved in any layout. Pickle is never read.
 
   inspect PATH {synopsis(InspectOptions)}
-                              list the steps of a run; for one step, show its model, layout, state, files and tensors
-  verify PATH ... {synopsis(VerifyOptions)}
-                              compare every checksum, with --numbers also look for NaN and inf; exit code 1 if anything is wrong
+                              list the steps of a run, or show the model, layout, state, files and tensors of one step
+  verify PATH ... {synopsis(VerifyCheckpointOptions)}
+                              compare every checksum, with --numbers also check for NaN and inf; exit code 1 if a check fails
   diff A B {synopsis(DiffOptions)}
-                              compare settings, state and tensors of two steps; exit code 1 if they differ; either may be a
-                              Hugging Face folder, then only weights are compared
+                              compare settings, state and tensors of two steps; exit code 1 if they differ; if one is a
+                              Hugging Face folder, only weights are compared
   reshard STEP OUT [--tensor-model-parallel-size N ...]
-                              write the step in the files that another layout would have written
+                              write the step in the files of another layout
   prune PATH {synopsis(PruneOptions)}
                               remove old steps by the retention rule of a run (--keep-checkpoints N,
                               --save-retain-interval M)
@@ -104,9 +111,9 @@ verify, diff and reshard also take `--progress-bar auto|on|off`.
 """
 RESHARD_USAGE = f"""usage: pentatron checkpoint reshard STEP OUT [--setting value ...]
 
-Writes the files that a run in another layout would have written: more of them for many readers, or fewer. Any layout loads any
-step as it is, so resuming never needs this. Sizes that are not named are 1; --world-size N is the number of processes,
-if it is not that of one replica. OUT is compared with STEP, bit by bit, before it appears.
+Writes the files that a run in another layout would have written: more files for many readers, or fewer. Any layout loads any
+step without resharding, so resuming never needs this command. Sizes that are not given are 1. --world-size N is the number of
+processes, by default that of one replica. OUT is compared with STEP bit by bit before it is renamed to its final name.
 
 {options_help(ReshardOptions)}
 
@@ -136,7 +143,9 @@ def checkpoint_command(words: Sequence[str]) -> int:
 
 
 def verify(words: Sequence[str]) -> int:
-    options, paths = parse_options_and_paths(VerifyOptions, words, "checkpoint verify PATH", least=1)
+    options, paths = parse_options_and_paths(
+        VerifyCheckpointOptions, words, "checkpoint verify PATH", least=1
+    )
     from pentatron.checkpoint.streaming import Progress
     from pentatron.checkpoint.verify import find_non_finite, open_manifest, verify_digests
     from pentatron.monitor.display import SilentDisplay, open_display
@@ -161,7 +170,9 @@ def verify(words: Sequence[str]) -> int:
                     numbers = ", every number finite" if options.numbers else ""
                     display.say(f"{folder}: ok ({size}, {tensors}{numbers})")
             if problems and not folder.exists():
-                print_note(f"{folder} was removed while this command ran, as a run does with old steps")
+                print_note(
+                    f"{folder} was removed during this command, probably by a run that removes old steps"
+                )
                 continue
             for problem in problems:
                 display.say(f"{folder}: DAMAGED: {problem.sentence}")
@@ -226,7 +237,7 @@ def foreign_kind(path: Path) -> str | None:
         return "a checkpoint of DeepSpeed, in pickled files"
     pickled = sorted(p.name for pattern in _PICKLED for p in path.glob(pattern))
     if (path / "config.json").is_file():
-        found = f"{pickled[0]} alone, which is pickle" if pickled else "no weights"
+        found = f"pickled weights only ({pickled[0]})" if pickled else "no weights"
         if weights := list(path.glob("*.safetensors")):
             found = format_count(len(weights), "safetensors file")
         return f"a Hugging Face folder with {found}; load it with --load, or import it with: pentatron import {path} OUT"
@@ -243,18 +254,18 @@ def reshard_step(words: Sequence[str]) -> int:
     plain = list(takewhile(lambda word: not is_flag(word), words[:2]))
     options, rest = parse_options_and_settings(ReshardOptions, words[len(plain) :], ENTRY)
     if len(plain) < 2:
-        raise UserError("name the step and the output first: pentatron checkpoint reshard STEP OUT [...]")
+        raise UserError("expected the step and the output first: pentatron checkpoint reshard STEP OUT [...]")
     source, out = map(Path, plain)
 
     def write() -> int:
         step, complaints = find_step(source, None if options.no_check else verify_files)
         config = layout_for(step, rest)
         for complaint in complaints:
-            say(f"note: {complaint}; {step.folder.name} is taken")
+            say(f"note: {complaint}; {step.folder.name} is used")
         with contextlib.closing(open_display(options.progress_bar)) as display:
             written, amount = reshard(step, out, config, display)
         before, after = format_layout(step.manifest.config), format_layout(config.nested())
-        same = f"bit by bit what {step.folder} holds (any layout loads either)"
+        same = f"bit by bit equal to {step.folder} (any layout loads either)"
         say(f"{written}: {before} as {after}, {amount}, {same}")
         return 0
 

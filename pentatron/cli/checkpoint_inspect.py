@@ -20,8 +20,8 @@ from pentatron.cli.subcommands import parse_options_and_paths
 from pentatron.errors import UserError
 from pentatron.settings.settings import Settings
 from pentatron.text import decimal_size, format_count
+from pentatron.train.lr_schedule import OptimizerSchedule
 from pentatron.train.preflight import describe_environment
-from pentatron.train.schedules import Schedule
 
 _SHOWN_FILES = 12
 # Entries of the run state in the text report; --json has all of them.
@@ -41,12 +41,12 @@ def inspect(words: Sequence[str]) -> int:
         # A lone word after --tensors is the path.
         paths, pattern = [str(options.tensors)], "*"
     if not paths:
-        raise UserError("name a checkpoint: pentatron checkpoint inspect PATH")
+        raise UserError("expected a checkpoint: pentatron checkpoint inspect PATH")
     steps = list_steps(Path(paths[0]))
     if not steps:
         raise no_checkpoint_error(Path(paths[0]))
     if len(steps) > 1 and pattern is not None:
-        raise UserError(f"--tensors and --stats want one step: name it, such as {steps[-1].folder}")
+        raise UserError(f"--tensors and --stats need one step; name it, for example {steps[-1].folder}")
     shown = pattern, options.stats
 
     def as_text(steps: Sequence[ListedStep]) -> Iterable[str]:
@@ -102,7 +102,7 @@ def _step_lines(facts: ListedStep, pattern: str | None, with_statistics: bool) -
     if len(manifest.files) > _SHOWN_FILES:
         yield f"  and {len(manifest.files) - _SHOWN_FILES} more (--json has all)"
     kinds = Counter(name.partition("/")[0] for name in manifest.tensors)
-    how = "" if pattern else " (--tensors [PATTERN] lists them, --stats with numbers)"
+    how = "" if pattern else " (--tensors [PATTERN] lists them, --stats adds statistics)"
     yield f"tensors: {', '.join(f'{count} {kind}' for kind, count in kinds.items())}{how}"
     if pattern is not None:
         yield from map(_tensor_line, _tensor_data(facts, pattern, with_statistics))
@@ -136,7 +136,7 @@ def _learning_rate(manifest: Manifest) -> str:
     if not saved or samples is None:
         return ""
     try:
-        schedule = Schedule.from_json(saved)
+        schedule = OptimizerSchedule.from_json(saved)
         style, decay, rate = schedule.learning_rate, schedule.weight_decay, schedule.learning_rate(samples)
     except (TypeError, KeyError, ValueError, ArithmeticError):
         # Saved by a version with other schedules.
@@ -156,7 +156,7 @@ def _tensor_data(facts: ListedStep, pattern: str, with_statistics: bool) -> Iter
     glob = pattern if any(mark in pattern for mark in "*?[") else f"*{pattern}*"
     names = [name for name in manifest.tensors if fnmatch.fnmatchcase(name, glob)]
     if not names:
-        first = f"the first one is {next(iter(manifest.tensors))}"
+        first = f"its first tensor is {next(iter(manifest.tensors))}"
         raise UserError(f"--tensors {pattern}: {facts.folder} has no such tensor; {first}")
     with StepReader(facts.folder, manifest) as reader:
         for name in names:

@@ -8,12 +8,20 @@ from pentatron.errors import UserError
 from pentatron.settings.data_paths import training_files_flag
 from pentatron.settings.loaded_architecture import LOADED_PREFIX, NOT_IN_WEIGHTS, adopt_architecture
 from pentatron.settings.resolve import derived_settings
-from pentatron.settings.run_config import table
-from pentatron.settings.settings import KEPT_PREFIX, Draft, Facts, Settings, Start, is_unset, other_run_error
+from pentatron.settings.run_config import all_settings
+from pentatron.settings.settings import (
+    KEPT_PREFIX,
+    Draft,
+    ProcessFacts,
+    Settings,
+    Start,
+    is_unset,
+    other_run_error,
+)
 from pentatron.text import divisors, plural
 
 if TYPE_CHECKING:
-    from pentatron.generate.source import Source
+    from pentatron.generate.source import ModelLocation
 
 TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 _TOKENIZER_FILE = "tokenizer.json"
@@ -26,7 +34,7 @@ LAYOUT_OF_STEP = (
 _BY_RANK = ("rank_batch_size", "micro_batch_size", "gradient_accumulation_steps", "num_microbatches")
 
 
-def adopt_checkpoint_settings(draft: Draft, facts: Facts, start: Start) -> None:
+def adopt_checkpoint_settings(draft: Draft, facts: ProcessFacts, start: Start) -> None:
     """Adopts the settings of the checkpoint to load, and marks contradicting settings as wrong."""
     save = Path(derived_settings(draft, facts).save)
     use_named_step(draft, save)
@@ -39,7 +47,7 @@ def adopt_checkpoint_settings(draft: Draft, facts: Facts, start: Start) -> None:
             _adopt_from_own_run(draft, facts, own)
             return
     if not is_unset(draft.load) and Path(draft.load).resolve() == save.resolve():
-        # The folder may hold a foreign model that the run saves beside; the run's own steps are handled
+        # This may be another program's model, in the folder the run saves to. The run's own steps are handled
         # above.
         from pentatron.generate.source import find_source
 
@@ -51,17 +59,17 @@ def adopt_checkpoint_settings(draft: Draft, facts: Facts, start: Start) -> None:
     adopt_named_checkpoint(draft, facts)
 
 
-def _adopt_from_own_run(draft: Draft, facts: Facts, own: "Source") -> None:
+def _adopt_from_own_run(draft: Draft, facts: ProcessFacts, own: "ModelLocation") -> None:
     """Adopts the settings of the run in the folder.
 
     Contradictions in a default folder may mean that it holds another run.
     """
-    way_out = "choose another --run-dir, or start from scratch with --fresh"
+    advice = "choose another --run-dir, or start from scratch with --fresh"
     if draft.given("load"):
         # --load names this folder, which --fresh would move aside.
-        way_out = "choose another --load, and another --save"
+        advice = "choose another --load, and another --save"
     known = set(draft.wrong)
-    settings = _adopt_source(draft, facts, own, way_out, is_own=True)
+    settings = _adopt_source(draft, facts, own, advice, is_own=True)
     if not (draft.given("run_dir") or draft.given("save")):
         for name in draft.wrong.keys() - known:
             other_run = other_run_error(derived_settings(draft, facts).run_dir)
@@ -71,12 +79,14 @@ def _adopt_from_own_run(draft: Draft, facts: Facts, own: "Source") -> None:
 
 def settings_from_checkpoint(draft: Draft) -> set[str]:
     """Returns the settings that stay unknown if the checkpoint to load is not found."""
-    known = {name for name, item in table().items() if item.section in ("model", "moe")} - NOT_IN_WEIGHTS
+    known = {
+        name for name, item in all_settings().items() if item.section in ("model", "moe")
+    } - NOT_IN_WEIGHTS
     layout = LAYOUT_OF_STEP if draft.use_mp_args_from_checkpoint_args else ()
     return {"load", "vocab_size", *known, *TOKENIZER, *layout}
 
 
-def adopt_named_checkpoint(draft: Draft, facts: Facts) -> bool:
+def adopt_named_checkpoint(draft: Draft, facts: ProcessFacts) -> bool:
     """Adopts the settings of the model that `--load` names; returns False if there is nothing to load.
 
     Raises at once if it cannot be loaded, because further checks would only report the missing architecture.
@@ -111,13 +121,13 @@ def replace_hub_name(draft: Draft, name: str) -> None:
 
 
 def _adopt_source(
-    draft: Draft, facts: Facts, source: "Source", way_out: str, is_own: bool = False
+    draft: Draft, facts: ProcessFacts, source: "ModelLocation", advice: str, is_own: bool = False
 ) -> Mapping[str, Any]:
     """Adopts layout, architecture and tokenizer of a checkpoint; returns its settings."""
     settings = source.architecture(is_own)
     if not source.is_huggingface:
         adopt_layout(draft, settings, str(source.folder))
-    adopt_architecture(draft, facts, settings, str(source.folder), way_out)
+    adopt_architecture(draft, facts, settings, str(source.folder), advice)
     folder = source.small_files
     has_tokenizer = any(getattr(draft, name) is not None for name in TOKENIZER)
     if not has_tokenizer and training_files_flag(draft) and (folder / _TOKENIZER_FILE).is_file():
@@ -126,7 +136,7 @@ def _adopt_source(
     return settings
 
 
-def keep_global_batch(draft: Draft, facts: Facts, saved: Mapping[str, Any], origin: str) -> None:
+def keep_global_batch(draft: Draft, facts: ProcessFacts, saved: Mapping[str, Any], origin: str) -> None:
     """Keeps the global batch size of a run that resumes on another number of ranks.
 
     Does nothing if the command line changes a batch setting, per rank or global.
@@ -147,8 +157,8 @@ def keep_global_batch(draft: Draft, facts: Facts, saved: Mapping[str, Any], orig
         draft.derive(f"{KEPT_PREFIX} {origin}", micro_batch_size=micro)
     draft.derive(f"{KEPT_PREFIX} {origin}", global_batch_size=total)
     had = f"{ranks} {plural(ranks or 0, 'data-parallel rank')}"
-    others = f"the batch settings of a rank would make {now.global_batch_size}"
-    kept = f"the run keeps its {total} samples a step, which it had on {had}"
+    others = f"its batch settings per rank would give {now.global_batch_size}"
+    kept = f"the run keeps its global batch size of {total} from {had}"
     draft.notices.append(f"{kept}; on {data}, {others} (--global-batch-size changes it)")
 
 
@@ -172,12 +182,12 @@ def use_named_step(draft: Draft, own_checkpoints: Path) -> None:
         return
     if folder is None or not chosen:
         known = ", ".join(step.name for step in steps) or "none"
-        raise UserError(f"--ckpt-step {number}: {load} has no such step, but {known}; name one of them")
+        raise UserError(f"--ckpt-step {number}: {load} has no such step; choose one of its steps ({known})")
     if folder.resolve() != own_checkpoints.resolve():
         draft.assign(origin, load=str(chosen[-1]))
     elif chosen[-1] != steps[-1]:
         ways = f"give another --run-dir and --save to resume from step {number}"
-        problem = f"this run has continued to {steps[-1].name}, and a run does not go back in its own folder"
+        problem = f"this run has continued to {steps[-1].name}, and a run resumes only from its newest step"
         raise UserError(f"--ckpt-step {number}: {problem}; {ways}")
 
 
@@ -201,5 +211,5 @@ def adopt_layout(draft: Draft, saved: Mapping[str, Any], origin: str) -> None:
     adopted = {name: saved[name] for name in known if getattr(draft, name) != saved[name]}
     draft.assign(f"{LOADED_PREFIX}{origin}", **adopted)
     if adopted:
-        shown = " ".join(table()[name].written(value) for name, value in adopted.items())
+        shown = " ".join(all_settings()[name].written(value) for name, value in adopted.items())
         draft.notices.append(f"layout from {origin}: {shown}")

@@ -13,7 +13,7 @@ from pentatron.errors import UserError
 from pentatron.settings.command_line import did_you_mean
 from pentatron.settings.entry_points import ENTRY_POINTS, TRAIN, EntryPoint
 from pentatron.settings.presets import presets
-from pentatron.settings.run_config import sections, table
+from pentatron.settings.run_config import all_settings, sections
 
 _SCRIPTS = ", ".join(name for name in ENTRY_POINTS if name.endswith(".py"))
 
@@ -55,7 +55,7 @@ _PRESET_COLUMNS = {
 _NAME_WIDTH = 38
 PRESETS_USAGE = """usage: pentatron presets
 
-Lists the presets; use one with: pentatron train --preset NAME
+Lists the presets. Use one with: pentatron train --preset NAME
 """
 
 
@@ -75,10 +75,10 @@ def _json(prepared: Prepared) -> dict[str, Any]:
 
 def _setting_lines(prepared: Prepared, everything: bool) -> Iterator[str]:
     values, sources = prepared.resolved.config.flat(), prepared.resolved.sources
-    shown = [name for name in table() if everything or sources[name] != "default"]
+    shown = [name for name in all_settings() if everything or sources[name] != "default"]
     width = max(_NAME_WIDTH, *(len(name) for name in shown))
     for section, cls in sections().items():
-        names = [name for name in shown if table()[name].section == section]
+        names = [name for name in shown if all_settings()[name].section == section]
         if names:
             yield f"{cls.__doc__}"
             for name in names:
@@ -101,7 +101,9 @@ def _formatted(value: Any) -> str:
 @with_help(PRESETS_USAGE)
 def presets_command(words: Sequence[str]) -> int:
     if words:
-        raise UserError("pentatron presets takes no words; use one with: pentatron train --preset NAME")
+        raise UserError(
+            "pentatron presets takes no arguments; use a preset with: pentatron train --preset NAME"
+        )
     say(f"{'preset':<20}" + "".join(f"{title:>9}" for title in _PRESET_COLUMNS.values()))
     for name, values in presets().items():
         numbers = "".join(f"{values.get(column, '-')!s:>9}" for column in _PRESET_COLUMNS)
@@ -112,7 +114,7 @@ def presets_command(words: Sequence[str]) -> int:
 
 def unavailable(values: dict[str, Any]) -> str:
     """Returns what a preset needs that is not implemented yet, or the flags that replace it."""
-    needed = [table()[n] for n, v in values.items() if table()[n].refuses(v)]
+    needed = [all_settings()[n] for n, v in values.items() if all_settings()[n].refuses(v)]
     if not needed:
         return ""
     if any(s.default is None for s in needed):

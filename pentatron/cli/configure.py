@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pentatron.cli import checkpoint_settings
-from pentatron.cli.environment import Worker, find_worker, nccl_timeout_seconds, nested_launcher_notices
+from pentatron.cli.environment import RankInfo, find_worker, nccl_timeout_seconds, nested_launcher_notices
 from pentatron.cli.worker import current_attempt, current_worker
 from pentatron.data.indexed import missing_pairs_message
 from pentatron.errors import ConfigError, UserError
@@ -14,8 +14,8 @@ from pentatron.launch.machine import usable_cores
 from pentatron.settings import data_paths
 from pentatron.settings.entry_points import EntryPoint
 from pentatron.settings.resolve import Resolved, derived_settings, gather, problems_independent_of, resolve
-from pentatron.settings.run_config import table
-from pentatron.settings.settings import Draft, Facts, Start, is_unset, start_of
+from pentatron.settings.run_config import all_settings
+from pentatron.settings.settings import Draft, ProcessFacts, Start, is_unset, start_of
 from pentatron.settings.training_rules import first_text_file, is_weight
 from pentatron.supervise.attempts import FIRST_ATTEMPT, Attempt
 
@@ -28,8 +28,8 @@ class Prepared:
     """The resolved configuration of a run, and how it is started."""
 
     resolved: Resolved
-    facts: Facts
-    worker: Worker | None
+    facts: ProcessFacts
+    worker: RankInfo | None
     attempt: Attempt
     start: Start
 
@@ -37,7 +37,7 @@ class Prepared:
 def prepare(
     words: Sequence[str],
     entry: EntryPoint,
-    planned: Facts | None = None,
+    planned: ProcessFacts | None = None,
     starts: bool = False,
     own_data: bool = False,
 ) -> Prepared:
@@ -73,7 +73,7 @@ def prepare(
         draft.derive("started again after a failure", fresh=False)
         if not derived_settings(draft, facts).save_checkpoints:
             lost = "this command saves no checkpoint, so training starts at step 0"
-            draft.notices.append(f"the job was restarted, and {lost}; --save keeps what is trained")
+            draft.notices.append(f"the job was restarted, and {lost}; add --save to keep checkpoints")
     start = start_of(derived_settings(draft, facts), draft.given("load"), entry.resumes or attempt.restarted)
     try:
         checkpoint_settings.adopt_checkpoint_settings(draft, facts, start)
@@ -104,7 +104,7 @@ def _check_data_files(draft: Draft) -> None:
 
 def _missing_prefixes(words: tuple[str, ...], name: str) -> str:
     try:
-        return missing_pairs_message(data_paths.Blend.parse(words, table()[name].flag).prefixes)
+        return missing_pairs_message(data_paths.Blend.parse(words, all_settings()[name].flag).prefixes)
     except UserError:
         # The rule about blends reports the syntax error.
         return ""
@@ -146,7 +146,7 @@ def _check_folder_names(draft: Draft) -> None:
         name = getattr(draft, setting)
         if not isinstance(name, str):
             continue
-        flag = table()[setting].flag
+        flag = all_settings()[setting].flag
         try:
             name.encode()
         except UnicodeEncodeError:
@@ -157,20 +157,22 @@ def _check_folder_names(draft: Draft) -> None:
             raise UserError(f"{flag} {name[:40]}... is too long: {most}; choose a shorter one")
 
 
-def threads_from_environment(facts: Facts) -> int:
+def threads_from_environment(facts: ProcessFacts) -> int:
     """Returns OMP_NUM_THREADS of the user; 0 if it is unset, or the 1 that torchrun sets by default."""
     text = os.environ.get("OMP_NUM_THREADS", "").strip()
     threads = int(text) if text.isascii() and text.isdigit() else 0
     return 0 if threads == 1 and facts.launcher else threads
 
 
-def _local_facts(draft: Draft, worker: Worker | None) -> Facts:
+def _local_facts(draft: Draft, worker: RankInfo | None) -> ProcessFacts:
     """Returns the processes and cores of this machine: by default one process per GPU, or one on the CPU."""
     cores = usable_cores()
     if worker is not None:
         # The name is for other launchers: pentatron's own one is this program.
         launcher = "" if current_worker() is not None else worker.launcher
-        return Facts(worker.world_size, worker.local_size, cores, launcher, "MASTER_ADDR" in os.environ)
+        return ProcessFacts(
+            worker.world_size, worker.local_size, cores, launcher, "MASTER_ADDR" in os.environ
+        )
     processes = draft.nproc_per_node
     if processes is None and draft.device != "cpu":
         import torch
@@ -178,7 +180,7 @@ def _local_facts(draft: Draft, worker: Worker | None) -> Facts:
         processes = torch.cuda.device_count()
     processes = 1 if processes is None else processes
     # A number below 1 is refused later, together with all other problems.
-    return Facts(max(1, processes), max(1, processes), cores)
+    return ProcessFacts(max(1, processes), max(1, processes), cores)
 
 
 def download_tokenizer(draft: Draft) -> None:
@@ -200,7 +202,7 @@ def set_vocabulary_size(draft: Draft) -> None:
     if not is_unset(draft.vocab_size) or not is_unset(draft.padded_vocab_size):
         return
     kind, model, vocab_file, merge_file = (getattr(draft, name) for name in checkpoint_settings.TOKENIZER)
-    unusable = table()["tokenizer_type"].refuses(kind) or "vocab_size" in draft.wrong
+    unusable = all_settings()["tokenizer_type"].refuses(kind) or "vocab_size" in draft.wrong
     if unusable or all(getattr(draft, name) is None for name in checkpoint_settings.TOKENIZER):
         return
     from pentatron.data.tokenizer import TokenizerSettings
@@ -224,6 +226,6 @@ def _use_nccl_timeout(draft: Draft, environment: Mapping[str, str]) -> None:
         draft.notices.append(f"{written} has no effect: it must be a number of seconds above 0")
         return
     if draft.given(name):
-        flag = table()[name].written(getattr(draft, name), draft.source(name))
-        draft.notices.append(f"{flag} has no effect: the environment says {written} (seconds)")
+        flag = all_settings()[name].written(getattr(draft, name), draft.source(name))
+        draft.notices.append(f"{flag} has no effect: the environment sets {written} (seconds)")
     draft.assign(f"environment {written}", **{name: seconds / 60})

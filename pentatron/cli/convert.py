@@ -34,12 +34,16 @@ def _size(written: str, flag: str) -> int:
 
 
 @dataclass(frozen=True)
-class ImportOptions(Options):
-    dtype: str | None = option(None, "convert the weights to this type", choices=("fp32", "bf16", "fp16"))
-    allow_narrowing: bool = option(
-        False, "allow a type that cannot hold every value of the source: weights are rounded"
+class ImportCommandOptions(Options):
+    dtype: str | None = option(
+        None, "dtype to convert the weights to (that of the source)", choices=("fp32", "bf16", "fp16")
     )
-    tokenizer: str | None = option(None, "copy this tokenizer instead of the folder's own", value="DIR")
+    allow_narrowing: bool = option(
+        False, "allow a dtype that cannot hold every value of the source; weights are rounded"
+    )
+    tokenizer: str | None = option(
+        None, "copy the tokenizer of this folder instead of that of HF_DIR", value="DIR"
+    )
     verify: bool = option(
         False,
         "compare logits on random tokens with the transformers library; needs memory for the whole model",
@@ -48,11 +52,11 @@ class ImportOptions(Options):
 
     def problems(self) -> Iterable[str]:
         if self.allow_narrowing and self.dtype is None:
-            yield "--allow-narrowing: set the type with --dtype, or leave it out to keep every value"
+            yield "--allow-narrowing needs --dtype; give the dtype, or leave --allow-narrowing out to keep every value"
 
 
 @dataclass(frozen=True)
-class ExportOptions(ImportOptions):
+class ExportCommandOptions(ImportCommandOptions):
     ckpt_format: str | None = option(
         None,
         "allow reading a Megatron-LM checkpoint, which contains pickle: it is unpickled in a sandboxed process",
@@ -60,22 +64,24 @@ class ExportOptions(ImportOptions):
     )
     dtype: str | None = option(
         None,
-        "type of the weights (what the run computed with; an imported model: what it has)",
+        "dtype of the weights (the precision of the run; for an imported model, its own)",
         choices=("fp32", "bf16", "fp16"),
     )
     tokenizer: str | None = option(
-        None, "copy this tokenizer instead of the one that came with the model", value="DIR"
+        None, "copy the tokenizer of this folder instead of that of the model", value="DIR"
     )
-    max_shard_size: int = option(5 * 10**9, "largest file, such as 500MB (5GB)", value="SIZE", parse=_size)
+    max_shard_size: int = option(
+        5 * 10**9, "maximum size of a file, such as 500MB (5GB)", value="SIZE", parse=_size
+    )
     no_check: bool = option(False, "do not compare the checksums of the checkpoint")
 
 
 IMPORT_USAGE = f"""usage: pentatron import HF_DIR OUT [--option value ...]
 
 Converts a Hugging Face folder (config.json and safetensors files) or a model of the hub to a checkpoint. It holds weights only,
-in the type of the source, and loads in any layout: pentatron train --load OUT. Nothing is overwritten.
+in the dtype of the source, and loads in any layout: pentatron train --load OUT. Nothing is overwritten.
 
-{options_help(ImportOptions)}
+{options_help(ImportCommandOptions)}
 
   pentatron import Qwen/Qwen2.5-7B checkpoints/qwen
 """
@@ -84,21 +90,25 @@ EXPORT_USAGE = f"""usage: pentatron export CHECKPOINT HF_DIR [--option value ...
 Writes the weights of a checkpoint as a Hugging Face folder. CHECKPOINT is a run, its checkpoints (the newest is used) or one step of
 them, saved in any layout, or a checkpoint of Megatron-LM. Nothing is overwritten.
 
-{options_help(ExportOptions)}
+{options_help(ExportCommandOptions)}
 
   pentatron export runs/mine exported/mine
 """
-T = TypeVar("T", bound=ImportOptions)
+T = TypeVar("T", bound=ImportCommandOptions)
 
 
 @with_help(IMPORT_USAGE)
 def import_command(words: Sequence[str]) -> int:
-    return _convert(words, ImportOptions, "import HF_DIR OUT", "which folder to import", run_import)
+    return _convert(
+        words, ImportCommandOptions, "import HF_DIR OUT", "the Hugging Face folder and the output", run_import
+    )
 
 
 @with_help(EXPORT_USAGE)
 def export_command(words: Sequence[str]) -> int:
-    return _convert(words, ExportOptions, "export CHECKPOINT HF_DIR", "which checkpoint to export", _export)
+    return _convert(
+        words, ExportCommandOptions, "export CHECKPOINT HF_DIR", "the checkpoint and the output", _export
+    )
 
 
 def _convert(
@@ -107,12 +117,12 @@ def _convert(
     name = f"pentatron {call.split()[0]}"
     options, plain = parse_options(cls, words, name)
     if len(plain) != 2:
-        raise UserError(f"say {what} and what to make: pentatron {call} ({name} --help)")
+        raise UserError(f"expected two arguments, {what}: pentatron {call} ({name} --help)")
     out = Path(plain[1])
     return run_interruptible(out, lambda: run(plain[0], out, options))
 
 
-def run_import(source: str, out: Path, options: ImportOptions) -> int:
+def run_import(source: str, out: Path, options: ImportCommandOptions) -> int:
     from pentatron.checkpoint.find import find_step
     from pentatron.compare.logits import compare_logits, require_transformers
     from pentatron.hf import convert as hf
@@ -127,7 +137,7 @@ def run_import(source: str, out: Path, options: ImportOptions) -> int:
     return _write(out, options, [], convert, lambda made: compare_logits(find_step(made)[0], folder, dtype))
 
 
-def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
+def _export(checkpoint: str, out: Path, options: ExportCommandOptions) -> int:
     from pentatron.checkpoint import find
     from pentatron.checkpoint.format import DamagedCheckpoint, Manifest
     from pentatron.compare.logits import require_transformers
@@ -160,7 +170,7 @@ def _export(checkpoint: str, out: Path, options: ExportOptions) -> int:
 
 
 def _export_step(
-    step: "Checkpoint", lines: list[str], out: Path, tokenizer: Sequence[Path], options: ExportOptions
+    step: "Checkpoint", lines: list[str], out: Path, tokenizer: Sequence[Path], options: ExportCommandOptions
 ) -> int:
     from pentatron.checkpoint.links import dtype_name
     from pentatron.compare.logits import compare_logits
@@ -172,11 +182,11 @@ def _export_step(
     trained, stored = hf.trained_dtype(step.manifest), hf.stored_dtypes(step.manifest)
     if dtype is None and trained is not None and stored != {trained}:
         names = ", ".join(sorted(map(dtype_name, stored)))
-        written = f"the weights are written as {dtype_name(trained)}, which the run computed with"
+        written = f"the weights are written in {dtype_name(trained)}, the precision of the run"
         lines.append(f"note: {written} (--dtype {names} writes its master weights)")
     if not has_tokenizer(small_files(step.folder.parent / FOLDER_NAME, tokenizer)):
         origin = tokenizer_path(step.folder, step.manifest.config)
-        flag = f"{origin} adds the one it was trained with" if origin else "DIR adds one"
+        flag = f"{origin} adds the one of the training run" if origin else "DIR adds one"
         lines.append(f"note: no tokenizer came with this model, so the folder has none; --tokenizer {flag}")
     narrowing, size = options.allow_narrowing, options.max_shard_size
     conversion = hf.ExportOptions(dtype, narrowing, tokenizer, size, not options.no_check)
@@ -186,7 +196,7 @@ def _export_step(
 
 def _write(
     out: Path,
-    options: ImportOptions,
+    options: ImportCommandOptions,
     lines: list[str],
     convert: "Callable[[Display, Callable[[Path], None] | None], Summary]",
     compare: "Callable[[Path], Comparison]",
@@ -204,7 +214,7 @@ def _write(
     return 0
 
 
-def _tokenizer_files(options: ImportOptions) -> Sequence[Path]:
+def _tokenizer_files(options: ImportCommandOptions) -> Sequence[Path]:
     from pentatron.hf.small_files import tokenizer_files
 
     return tokenizer_files(Path(options.tokenizer)) if options.tokenizer else ()
@@ -217,8 +227,7 @@ def _dtype(name: str | None) -> "torch.dtype | None":
 
 
 def run_interruptible(out: Path, convert: Callable[[], int]) -> int:
-    """Runs a conversion, which Ctrl-C and SIGTERM end with nothing left behind. A closed output does not end
-    it."""
+    """Runs a conversion. Ctrl-C and SIGTERM stop it and remove partial files; a closed output does not."""
     ignore_output_errors()
 
     def stop(*_: object) -> None:
@@ -228,7 +237,7 @@ def run_interruptible(out: Path, convert: Callable[[], int]) -> int:
     try:
         return convert()
     except KeyboardInterrupt:
-        print_error(f"stopped; {out} was not made and nothing is left of it")
+        print_error(f"stopped; {out} was not created, and partial files were removed")
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous_handler)

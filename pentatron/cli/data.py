@@ -20,8 +20,8 @@ from pentatron.settings.data_paths import training_files_flag
 from pentatron.settings.entry_points import EntryPoint
 from pentatron.settings.files import read_data_files
 from pentatron.settings.resolve import Resolved, gather, resolve
-from pentatron.settings.run_config import table
-from pentatron.settings.settings import Facts, is_unset
+from pentatron.settings.run_config import all_settings
+from pentatron.settings.settings import ProcessFacts, is_unset
 
 if TYPE_CHECKING:
     from pentatron.data.loader import SampleSource
@@ -38,7 +38,7 @@ def _samples(written: str, flag: str) -> range:
     except ValueError:
         begin, end = 0, 0
     if begin < 0 or end < 0:
-        raise UserError(f"{flag} counts samples from 0 on, as in 0:8 or 3; '{written}' is before the first")
+        raise UserError(f"{flag} numbers samples from 0, as in 0:8 or 3, so '{written}' is not a sample")
     if begin >= end:
         raise UserError(f"{flag} must be samples such as 0:8 or 3, not '{written}'")
     return range(begin, end)
@@ -48,23 +48,23 @@ def _samples(written: str, flag: str) -> range:
 class ShowOptions(Options):
     index: range | None = option(
         None,
-        "samples A to B - 1 in the order of training; A alone is one sample (0:8)",
+        "samples A to B - 1 in training order, or the single sample A (0:8)",
         value="A:B",
         parse=_samples,
     )
-    part: str = option("train", "samples of training, validation or test", choices=_PARTS)
+    part: str = option("train", "split to show: training, validation or test", choices=_PARTS)
     json: bool = option(False, "print a JSON list of objects with tokens, labels, loss_mask and position_ids")
 
 
 SHOW_USAGE = f"""{usage("pentatron data show", ShowOptions, "[--train-samples N] [--setting value ...]")}
 
-Prints the samples that training with the same settings reads: text, ids, which labels count in the loss, positions. Every setting of
-`pentatron train` about data, its order and the tokenizer has the same effect (--data-path, --split, --seq-length, --seed,
---tokenizer-type, --sft, --config FILE, ...); those about the model and the machine are ignored.
+Prints the samples that training with the same settings reads: text, token ids, loss mask and positions. Settings of
+`pentatron train` about data, sample order and tokenizer have the same effect (--data-path, --split, --seq-length, --seed,
+--tokenizer-type, --sft, --config FILE, ...); settings of the model and the machine are ignored.
 
 {options_help(ShowOptions)}
 
-The order of the samples depends on how many the run reads: --train-iters, or --train-samples N.
+The sample order depends on the length of the run: --train-iters, or --train-samples N.
 
 In the text, ⟦ ⟧ enclose tokens without a loss.
 
@@ -87,13 +87,15 @@ def show_samples(words: Sequence[str]) -> int:
     import torch
 
     from pentatron.checkpoint.state import TrainState
-    from pentatron.data.datasets import build_datasets, open_data, resolve_epochs
+    from pentatron.data.open_data import build_datasets, open_data, resolve_epochs
     from pentatron.files import scratch_folder
     from pentatron.monitor.display import PlainLines
     from pentatron.parallel.world import single_process
 
     if words and (run_config := Path(words[0]) / "config.yaml").is_file():
-        raise UserError(f"'{words[0]}' is no flag; the samples of that run: --config {run_config}")
+        raise UserError(
+            f"'{words[0]}' is not a flag; to show the samples of that run use --config {run_config}"
+        )
     options, settings = parse_options_and_settings(ShowOptions, words, SHOW)
     indices = options.index or range(8)
     resolved, world = _resolve(settings, options.part, indices.stop), single_process(torch.device("cpu"))
@@ -108,22 +110,24 @@ def show_samples(words: Sequence[str]) -> int:
         datasets = build_datasets(opened, config, world, TrainState(), folder, display)
         source: SampleSource | None = getattr(datasets, options.part)
         if source is None:
-            if options.part == "test" and datasets.untested:
-                raise UserError(f"{datasets.untested}; give it a larger share")
-            purpose, share = {"valid": ("validate", "second"), "test": ("test", "third")}[options.part]
+            if options.part == "test" and datasets.no_test:
+                raise UserError(f"{datasets.no_test}; give it a larger share")
+            purpose, share = {"valid": ("validation", "second"), "test": ("test", "third")}[options.part]
             by_share = f"--split {config.data.split} a {share} share"
-            way_out = f"--{options.part}-data-path" if config.data.train_data_path else by_share
-            raise UserError(f"there is nothing to {purpose} with; give {way_out}")
+            advice = f"--{options.part}-data-path" if config.data.train_data_path else by_share
+            raise UserError(f"there are no {purpose} samples; give {advice}")
         # Data without a length are endless.
         number, sentence = indices.stop, ""
         if isinstance(source, Sized):
             number, sentence = len(source), f"there are {len(source)} samples"
-        if options.part == "train" and not (isinstance(source, Sized) and config.spans.total >= number):
-            number, length = config.spans.total, "--train-iters, --train-samples, --epochs"
+        if options.part == "train" and not (
+            isinstance(source, Sized) and config.schedule_lengths.total >= number
+        ):
+            number, length = config.schedule_lengths.total, "--train-iters, --train-samples, --epochs"
             sentence = f"a run of this length ({length}) reads {number} samples"
         if options.index is not None and options.index.stop > number:
             given = str(indices.start) if len(indices) == 1 else f"{indices.start}:{indices.stop}"
-            raise UserError(f"{sentence}, so --index can go from 0 to {number - 1}, not '{given}'")
+            raise UserError(f"{sentence}, so --index must be from 0 to {number - 1}, not '{given}'")
         samples = {i: source[i] for i in indices if i < number}
     # Masks are 0 or 1, so that the conversion to integers is exact.
     rows = [{"index": i, **{n: v.astype(int).tolist() for n, v in s.items()}} for i, s in samples.items()]
@@ -131,14 +135,14 @@ def show_samples(words: Sequence[str]) -> int:
         say_json(rows, indent=None)
         return 0
     if opened.depends_on_length:
-        say(f"samples of a run that reads {config.spans.total} of them (--train-samples)\n")
+        say(f"samples of a run of {config.schedule_lengths.total} samples (--train-samples)\n")
     say("\n\n".join(_sample_text(row, datasets.tokenizer) for row in rows))
     return 0
 
 
 def _resolve(words: Sequence[str], part: str, stop: int) -> Resolved:
-    draft, facts = gather(words, SHOW), Facts(1)
-    for name, item in table().items():
+    draft, facts = gather(words, SHOW), ProcessFacts(1)
+    for name, item in all_settings().items():
         if item.section in _IGNORED and name != "load":
             draft.assign("default", **{name: item.default})
     read_data_files(draft)
@@ -176,12 +180,12 @@ def _pieces(
     """Yields the decoded text: the first token, then every label. Where the next input is another token, a
     new text begins."""
     entries: list[tuple[bool, int]] = []
-    for before, token, label, learned in zip([None, *labels], tokens, labels, mask):
+    for before, token, label, in_loss in zip([None, *labels], tokens, labels, mask):
         entries += [(False, token)] if before != token else []
-        entries.append((bool(learned), label))
-    for learned, run in groupby(entries, lambda entry: entry[0]):
+        entries.append((bool(in_loss), label))
+    for in_loss, run in groupby(entries, lambda entry: entry[0]):
         ids = [token for _, token in run]
-        yield tokenizer.decode(ids) if learned else f"⟦{_shortened(ids, tokenizer)}⟧"
+        yield tokenizer.decode(ids) if in_loss else f"⟦{_shortened(ids, tokenizer)}⟧"
 
 
 def _shortened(ids: Sequence[int], tokenizer: "Tokenizer") -> str:
@@ -211,21 +215,21 @@ class DescribeOptions(Options):
 
 
 @dataclass(frozen=True)
-class VerifyOptions(Options):
-    vocab_size: int | None = option(None, "check that every token is below this")
+class VerifyDataOptions(Options):
+    vocab_size: int | None = option(None, "check that every token id is below N")
 
 
 @dataclass(frozen=True)
 class MergeOptions(Options):
-    overwrite: bool = option(False, "replace an existing OUT")
+    overwrite: bool = option(False, "overwrite an existing OUT")
 
 
 USAGE = f"""usage: pentatron data COMMAND [...]
 
-A PREFIX is the name of a .bin/.idx pair without its ending.
+PREFIX is the path of a .bin/.idx pair without the extension.
 
   describe PREFIX ... {synopsis(DescribeOptions)}          print sizes, type, documents, lengths, tokenizer
-  verify PREFIX ... {synopsis(VerifyOptions)}    check the structure, every checksum, and that tokens are below the vocabulary; exit code 1 if anything is wrong
+  verify PREFIX ... {synopsis(VerifyDataOptions)}    check the structure, every checksum, and that token ids are in the vocabulary; exit code 1 if a check fails
   merge OUT PREFIX ... {synopsis(MergeOptions)}    concatenate the documents of several pairs to the pair OUT
   show --data-path PREFIX [...]         print the samples that training with the same settings reads; `pentatron data show --help`
   seal PREFIX ...                       write checksums (.meta) for pairs that another program made or changed
@@ -253,7 +257,7 @@ def data_command(words: Sequence[str]) -> int:
 
 
 def _read(cls: type[T], words: Sequence[str], call: str, least: int = 1) -> tuple[T, list[str]]:
-    """Reads options and at least `least` prefixes, without the ending of a file, as completed by a shell."""
+    """Parses options and at least `least` prefixes; removes a file extension, which a shell may complete."""
     options, prefixes = parse_options_and_paths(cls, words, f"data {call}", least)
     return options, [p.removesuffix(".bin").removesuffix(".idx").removesuffix(".meta") for p in prefixes]
 
@@ -270,7 +274,7 @@ def describe_pairs(words: Sequence[str]) -> int:
 def verify_pairs(words: Sequence[str]) -> int:
     from pentatron.data.inspect import verify
 
-    options, prefixes = _read(VerifyOptions, words, "verify PREFIX")
+    options, prefixes = _read(VerifyDataOptions, words, "verify PREFIX")
     code = 0
     for prefix in prefixes:
         try:
@@ -287,13 +291,13 @@ def merge_pairs(words: Sequence[str]) -> int:
     options, (output, *sources) = _read(MergeOptions, words, "merge OUT PREFIX", least=2)
     ignore_output_errors()
     if output in sources:
-        raise UserError(f"{output} cannot be merged into itself; choose another name for the result")
+        raise UserError(f"{output} is both input and output; choose another name for the output")
     for source, count in Counter(str(Path(source).resolve()) for source in sources).items():
         if count > 1:
             times = f"{count} times"
-            say(f"note: {source} is named {times}, so each of its documents is in {output} {times}")
-    facts = merge(sources, output, options.overwrite)
-    held = f"{facts.documents:,} documents, {facts.sequences:,} sequences, {facts.tokens:,} tokens"
+            say(f"note: {source} is given {times}, so {output} has each of its documents {times}")
+    metadata = merge(sources, output, options.overwrite)
+    held = f"{metadata.documents:,} documents, {metadata.sequences:,} sequences, {metadata.tokens:,} tokens"
     say(f"{output}: {held} from {len(sources)} pairs")
     return 0
 
@@ -304,7 +308,7 @@ def seal_pairs(words: Sequence[str]) -> int:
     _, prefixes = _read(Options, words, "seal PREFIX")
     ignore_output_errors()
     for prefix in prefixes:
-        facts = seal(prefix)
-        held = f"{facts.tokens:,} tokens in {facts.documents:,} documents"
-        say(f"{prefix}.meta: checksums of {held}, as they are now")
+        metadata = seal(prefix)
+        held = f"{metadata.tokens:,} tokens in {metadata.documents:,} documents"
+        say(f"{prefix}.meta: checksums of the current {held}")
     return 0

@@ -76,5 +76,5 @@ def _lines(findings: Sequence[machine.Finding]) -> list[str]:
         lines.append("")
     states = [finding.state for finding in findings]
     problems, notes = states.count(machine.PROBLEM), states.count(machine.NOTE)
-    verdict = f"{problems} to fix first (!)" if problems else "runs will start here"
+    verdict = f"{problems} to fix first (!)" if problems else "runs will start on this machine"
     return [*lines, verdict + (f"; {notes} notes (~)" if notes else "")]

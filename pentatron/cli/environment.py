@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from pentatron.errors import UserError
 from pentatron.parallel import rendezvous
-from pentatron.text import parse_rendezvous_url as parsed_meeting_point
+from pentatron.text import parse_rendezvous_url
 
 
 @dataclass(frozen=True)
-class Worker:
+class RankInfo:
     """Rank and world size of this process, on its machine (`local_`) and in the job."""
 
     rank: int
@@ -33,13 +33,15 @@ class Worker:
         return -(-self.local_size * visible // self.local_gpus)
 
 
-def find_worker(environment: Mapping[str, str]) -> Worker | None:
+def find_worker(environment: Mapping[str, str]) -> RankInfo | None:
     """Returns the rank that torchrun or Slurm assigned, or None for a process that was started alone."""
     # First: torchrun in a Slurm step inherits the variables of Slurm, whose task is torchrun itself.
     if "RANK" in environment and "WORLD_SIZE" in environment:
         rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
         local_rank = _number(environment, "LOCAL_RANK", rank)
-        worker = Worker(rank, world, local_rank, _number(environment, "LOCAL_WORLD_SIZE", world), "torchrun")
+        worker = RankInfo(
+            rank, world, local_rank, _number(environment, "LOCAL_WORLD_SIZE", world), "torchrun"
+        )
     elif "SLURM_STEP_ID" in environment and _number(environment, "SLURM_NTASKS", 1) > 1:
         worker = _slurm(environment)
     else:
@@ -47,18 +49,18 @@ def find_worker(environment: Mapping[str, str]) -> Worker | None:
     if not (0 <= worker.rank < worker.world_size and 0 <= worker.local_rank < worker.local_size):
         place = f"rank {worker.rank} of {worker.world_size}, {worker.local_rank} of {worker.local_size}"
         said = f"{worker.launcher} says that this process is {place} on this machine"
-        raise UserError(f"{said}; ranks go from 0 to one less than their number")
+        raise UserError(f"{said}, but ranks are from 0 to the number of ranks - 1; check the launcher")
     return worker
 
 
-def _slurm(environment: Mapping[str, str]) -> Worker:
+def _slurm(environment: Mapping[str, str]) -> RankInfo:
     world = _number(environment, "SLURM_NTASKS")
     per_node = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", str(world)))
     node = _number(environment, "SLURM_NODEID", 0)
     rank, local_rank = _number(environment, "SLURM_PROCID"), _number(environment, "SLURM_LOCALID")
     local_size = per_node[node] if node < len(per_node) else per_node[0]
     gpus = environment.get("SLURM_GPUS_ON_NODE", "")
-    return Worker(rank, world, local_rank, local_size, "Slurm", int(gpus) if gpus.isdecimal() else 0)
+    return RankInfo(rank, world, local_rank, local_size, "Slurm", int(gpus) if gpus.isdecimal() else 0)
 
 
 def tasks_per_node(text: str) -> list[int]:
@@ -79,10 +81,10 @@ def nested_launcher_notices(environment: Mapping[str, str]) -> list[str]:
     launchers = environment.get("GROUP_WORLD_SIZE", "")
     if not launchers.isdecimal() or tasks <= int(launchers):
         return []
-    problem = f"Slurm started torchrun {tasks} times, and this run is made of {launchers} of them"
-    fix = "use --ntasks-per-node=1, as torchrun starts the workers of a node itself"
+    problem = f"Slurm started torchrun {tasks} times, but this run consists of {launchers} of them"
+    fix = "use --ntasks-per-node=1, because torchrun starts the workers of a node"
     script = "`pentatron launch slurm` writes such a script"
-    return [f"{problem}; if all were meant to be one run, {fix} ({script})"]
+    return [f"{problem}; if all should be one run, {fix} ({script})"]
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -96,21 +98,21 @@ def _number(environment: Mapping[str, str], name: str, default: int | None = Non
         raise UserError(f"{must}, {actual}; check the launcher") from None
 
 
-def export_rank_variables(worker: Worker, meeting_point: str | None) -> None:
+def export_rank_variables(worker: RankInfo, init_method: str | None) -> None:
     """Exports the variables of `env://` rendezvous (RANK, MASTER_ADDR, ...) that the launcher has not set."""
     sizes = {"RANK": worker.rank, "WORLD_SIZE": worker.world_size, "LOCAL_RANK": worker.local_rank}
     os.environ.update({name: str(size) for name, size in sizes.items()})
-    if meeting_point is not None and "MASTER_ADDR" not in os.environ:
-        host, port = parse_init_method(meeting_point)
+    if init_method is not None and "MASTER_ADDR" not in os.environ:
+        host, port = parse_init_method(init_method)
         os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
     if "MASTER_ADDR" not in os.environ:
-        problem = f"{worker.launcher} started {worker.world_size} processes but no meeting point is known"
+        problem = f"{worker.launcher} started {worker.world_size} processes, but MASTER_ADDR is not set"
         fix = "export MASTER_ADDR and MASTER_PORT, or give --init-method tcp://HOST:PORT"
         raise UserError(f"{problem}; {fix}")
     os.environ.setdefault("MASTER_PORT", "29500")
 
 
-def rendezvous_address(worker: Worker) -> rendezvous.Rendezvous | None:
+def rendezvous_address(worker: RankInfo) -> rendezvous.Rendezvous | None:
     """Returns the rendezvous address of the ranks from the environment; None for one process.
 
     If all ranks are on this machine, sets the variables that make gloo and NCCL listen on loopback only.
@@ -131,7 +133,7 @@ def rendezvous_address(worker: Worker) -> rendezvous.Rendezvous | None:
 
 def parse_init_method(url: str) -> tuple[str, str]:
     """Parses `tcp://host:1234` to (host, 1234)."""
-    address = parsed_meeting_point(url)
+    address = parse_rendezvous_url(url)
     if address is None:
         example = "tcp://HOST:PORT, for example tcp://localhost:12345"
         raise UserError(f"--init-method {url} must look like {example}")

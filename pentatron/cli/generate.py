@@ -62,11 +62,9 @@ class SamplingOptions(Options):
         limit=ONE_OR_MORE,
     )
     temperature: float = option(
-        0.8,
-        "sampling temperature; 0: always take the most likely token, as --greedy does",
-        limit=NON_NEGATIVE,
+        0.8, "sampling temperature; 0: the most likely token (greedy)", limit=NON_NEGATIVE
     )
-    greedy: bool = option(False, "always take the most likely token")
+    greedy: bool = option(False, "always take the most likely token (greedy decoding)")
     top_k: int = option(40, "top-k sampling: keep the N most likely tokens; 0: all", limit=NON_NEGATIVE)
     top_p: float = option(
         1.0,
@@ -78,7 +76,7 @@ class SamplingOptions(Options):
     )
     json: bool = option(
         False,
-        "print a JSON list of objects with prompt, text, tokens, logprobs (before temperature, top-k and top-p) and the reason for the end",
+        "print a JSON list of objects with prompt, text, tokens, logprobs (before temperature, top-k and top-p) and the reason why it ended",
     )
 
     def problems(self) -> Iterable[str]:
@@ -97,12 +95,10 @@ def _size(short: str, help: str) -> Any:
 class DeviceOptions(Options):
     tensor_model_parallel_size: int = _size(
         "--tp",
-        "tensor-parallel ranks, which share each layer; started by this command, unless torchrun started it",
+        "tensor-parallel ranks that each layer is sharded over; this command starts the ranks unless torchrun does",
     )
-    pipeline_model_parallel_size: int = _size("--pp", "pipeline ranks, which the layers are divided over")
-    expert_model_parallel_size: int = _size(
-        "--ep", "expert-parallel ranks; must be among the tensor ranks, so --tp is a multiple"
-    )
+    pipeline_model_parallel_size: int = _size("--pp", "pipeline ranks that the layers are divided among")
+    expert_model_parallel_size: int = _size("--ep", "expert-parallel ranks; must divide --tp")
     device: str = option("auto", "device to compute on", choices=("auto", "cpu", "cuda"))
     dtype: str = option(
         "auto",
@@ -120,14 +116,14 @@ class GenerateOptions(DeviceOptions, SamplingOptions, PromptOptions):
     def problems(self) -> Iterable[str]:
         yield from super().problems()
         if len(self.spec) not in (0, 2):
-            yield "--spec needs two words, MODULE FUNCTION; write it after the prompts"
+            yield "--spec needs two values, MODULE FUNCTION; write --spec after the prompts"
 
 
 USAGE = f"""usage: pentatron generate PATH [PROMPT ...] [--option value ...]
 
 Continues texts with a trained model. PATH is a run folder, its checkpoints (the newest is taken), one step of them, a Hugging
-Face folder, or a model of the hub such as Qwen/Qwen2.5-0.5B. Several prompts are continued together, each as if it were
-alone; the prompt - is read from standard input.
+Face folder, or a model of the hub such as Qwen/Qwen2.5-0.5B. Several prompts are batched; each gets the same text as alone.
+The prompt - is read from standard input.
 
 prompts
 {options_help(PromptOptions)}
@@ -226,11 +222,11 @@ def _launch(request: Request, restart: Sequence[str]) -> int:
     # For these exit codes a rank has printed the error, or there is none.
     if ended.exit_code in (0, UserError.exit_code, BROKEN_PIPE):
         return ended.exit_code
-    print_error(ended.story(world))
+    print_error(ended.failure_message(world))
     return 1
 
 
-def _work(request: Request, worker: environment.Worker | None) -> int:
+def _work(request: Request, worker: environment.RankInfo | None) -> int:
     import torch
 
     from pentatron.parallel.world import choose_device, open_world
@@ -241,7 +237,7 @@ def _work(request: Request, worker: environment.Worker | None) -> int:
         started = f"{worker.launcher} started {worker.world_size} processes"
         spread = f"the layout of the model has {size} ({_layout_text(config)})"
         raise UserError(f"{started}, but {spread}; start {size} processes, or change --tp and --pp")
-    worker = worker or environment.Worker(0, 1, 0, 1, "none")
+    worker = worker or environment.RankInfo(0, 1, 0, 1, "none")
     torch.set_num_threads(_threads(request, worker.local_size))
     if worker.world_size > 1:
         environment.export_rank_variables(worker, None)
@@ -295,10 +291,10 @@ def _generate(request: Request, source: "ModelSource", config: "RunConfig", worl
     dtype = torch.bfloat16 if half else torch.float32
 
     words = run_on_some_ranks(
-        world.is_first, lambda: PromptTexts(request.prompts, options, source), world.everyone
+        world.is_first, lambda: PromptTexts(request.prompts, options, source), world.all_ranks
     )
-    prompts, stop = broadcast_object((words.ids, words.stop) if words else None, world.everyone)
-    stages = run_on_all_ranks(lambda: load_stages(source, config, world, dtype), world.everyone)
+    prompts, stop = broadcast_object((words.ids, words.stop) if words else None, world.all_ranks)
+    stages = run_on_all_ranks(lambda: load_stages(source, config, world, dtype), world.all_ranks)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     model = build_generation_model(stages, config.model, world)
     texts = generate_texts(model, prompts, options.max_new_tokens, sampling, stop, options.batch_size)

@@ -18,7 +18,7 @@ from pentatron.launch.scripts import WRITTEN_BY, batch_script, node_script
 from pentatron.settings.command_line import did_you_mean
 from pentatron.settings.entry_points import ENTRY_POINTS, PRETRAIN_GPT, TRAIN, EntryPoint
 from pentatron.settings.run_config import RunConfig
-from pentatron.settings.settings import Facts
+from pentatron.settings.settings import ProcessFacts
 from pentatron.supervise.processes import SAFE_PATH
 from pentatron.text import format_count, plural, redact
 
@@ -86,7 +86,7 @@ so that an invalid job is refused before it is queued. Arguments after -- are pa
 {options_help(LaunchOptions)}
 
 slurm only:
-{options_help(SlurmOptions, beside=LaunchOptions)}
+{options_help(SlurmOptions, excluding=LaunchOptions)}
 
   pentatron launch slurm --nodes 2 --gpus-per-node 8 --time 12:00:00 --preset llama3-8b --tp 8 --data-path DATA --train-iters 1000 --submit
   pentatron launch torchrun --nodes 2 --gpus-per-node 8 --master-addr 192.168.1.100 --preset llama3-8b --tp 8 --data-path DATA --train-iters 1000
@@ -164,7 +164,7 @@ def _checked_job(
     if problems := job_problems(job):
         raise ConfigError(problems)
     cores = job.cpus_per_task or os.cpu_count() or 1
-    prepared = prepare(settings, entry, Facts(job.world_size, job.processes, cores, "torchrun", True))
+    prepared = prepare(settings, entry, ProcessFacts(job.world_size, job.processes, cores, "torchrun", True))
     config = prepared.resolved.config
     job = dataclasses.replace(job, uses_gpus=config.launch.device != "cpu")
     job = dataclasses.replace(job, variables=tuple(job_variables(job, config)))

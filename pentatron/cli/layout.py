@@ -23,11 +23,11 @@ from pentatron.cli.options import (
 from pentatron.cli.output import say, say_unescaped, show_report
 from pentatron.errors import UserError
 from pentatron.layout.actions import Kind, Placement
-from pentatron.layout.check import NAMES, ScheduleProperties, Slot
+from pentatron.layout.check import NAMES, ScheduleProperties, TimeSlot
 from pentatron.layout.stages import parse_layout
 from pentatron.settings.entry_points import LAYOUT, EntryPoint
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.settings import Draft, Facts
+from pentatron.settings.settings import Draft, ProcessFacts
 
 # Colours of forward, backward and weight gradients, cycled over the stages of a rank: the background in a
 # terminal of 256 colours, and the colour in a picture.
@@ -43,20 +43,23 @@ _NARROWEST = 40
 @dataclass(frozen=True)
 class LayoutOptions(Options):
     draw: str | None = option(
-        None, "draw the schedule in the terminal, or as a picture to a file", value="FILE.svg", alone=""
+        None,
+        "draw the schedule in the terminal, or as an SVG picture in FILE.svg",
+        value="FILE.svg",
+        alone="",
     )
     all: bool = option(False, "print every rank and every group")
     json: bool = option(False, "print JSON")
 
     def problems(self) -> Iterable[str]:
         if self.draw and not self.draw.endswith(".svg"):
-            yield f"--draw must name a picture that ends in .svg, not '{self.draw}'"
+            yield f"--draw must name a file with the extension .svg, not '{self.draw}'"
 
 
 USAGE = f"""{usage("pentatron layout [--world-size N]", LayoutOptions, "[--setting value ...]")}
 
 Shows the coordinates of every rank, the process groups, the layers of every pipeline stage, and the schedule of the
-micro-batches. Nothing is started; without --preset or --load a small model is assumed.
+micro-batches. Nothing is started. Without --preset or --load, a small model is assumed.
 
 {options_help(LayoutOptions)}
 
@@ -65,7 +68,7 @@ micro-batches. Nothing is started; without --preset or --load a small model is a
   pentatron layout --world-size 16 --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --draw
   pentatron layout --preset llama3-8b --tp_size 2 --pp_size 4 --num-microbatches 8 --draw schedule.svg
 
-All settings of `pentatron train` are accepted; those about parallelism are:
+All settings of `pentatron train` are accepted. The settings of parallelism:
 """
 
 
@@ -85,7 +88,7 @@ def layout_command(words: Sequence[str]) -> int:
     if options.json:
         return 0
     if file is not None:
-        say(f"\nthe schedule is drawn in {file}: open it in any browser")
+        say(f"\nthe schedule is drawn in {file}; open it in a browser")
     elif options.draw is not None:
         colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
         width = max(_NARROWEST, shutil.get_terminal_size((110, 24)).columns)
@@ -100,14 +103,14 @@ def resolve_layout(words: Sequence[str], entry: EntryPoint = LAYOUT) -> LayoutRe
     draft = gather(words, entry)
     facts = _facts(draft)
     is_named = adopt_named_checkpoint(draft, facts) or draft.preset is not None
-    stands_in = not is_named and _stand_in(draft)
-    _settle_batch(draft)
-    resolved = resolve(draft, facts, built_only=False)
+    is_assumed = not is_named and _assume_sizes(draft)
+    _assume_batch(draft)
+    resolved = resolve(draft, facts, refuse_unimplemented=False)
     per_machine = facts.local_processes if draft.given("nproc_per_node") else None
-    return LayoutReport(resolved.config, per_machine, tuple(resolved.notices), stands_in)
+    return LayoutReport(resolved.config, per_machine, tuple(resolved.notices), is_assumed)
 
 
-def _facts(draft: Draft) -> Facts:
+def _facts(draft: Draft) -> ProcessFacts:
     """Returns the given number of processes, or that of one replica of the model."""
     world = draft.world_size
     per_machine = draft.nproc_per_node if draft.given("nproc_per_node") else None
@@ -116,10 +119,10 @@ def _facts(draft: Draft) -> Facts:
         world = math.prod(getattr(draft, name) for name in sizes) * (draft.data_parallel_size or 1)
     # Sizes below 1 are refused later, together with all other problems.
     world = max(1, (world if world is not None else per_machine) or 1)
-    return Facts(world, max(1, per_machine or world))
+    return ProcessFacts(world, max(1, per_machine or world))
 
 
-def _stand_in(draft: Draft) -> bool:
+def _assume_sizes(draft: Draft) -> bool:
     """Assigns default model sizes that fit the parallel sizes; returns whether the number of layers is one of
     them."""
     tensor = max(1, draft.tensor_model_parallel_size)
@@ -132,7 +135,7 @@ def _stand_in(draft: Draft) -> bool:
     return "num_layers" in missing
 
 
-def _settle_batch(draft: Draft) -> None:
+def _assume_batch(draft: Draft) -> None:
     """Assigns enough micro-batches to show the steady state of the pipeline, if no batch setting is given."""
     settings = ("global_batch_size", "gradient_accumulation_steps", "num_microbatches", "rank_batch_size")
     if all(getattr(draft, name) is None for name in settings) and not draft.step_batch_size_schedule:
@@ -162,14 +165,14 @@ def _letter(index: int) -> str:
     return chr(ord("a") + index) if index < 26 else f"({index})"
 
 
-def _label(placement: Placement, slot: Slot) -> str:
+def _label(placement: Placement, slot: TimeSlot) -> str:
     """Returns the micro-batch, with the letter of the stage (a, b, ...) if its rank has several."""
     stages = placement.stages_of(placement.rank_of[slot.action.stage])
     letter = "" if len(stages) == 1 else _letter(stages.index(slot.action.stage))
     return f"{slot.action.micro_batch}{letter}"
 
 
-def _colours(placement: Placement, slot: Slot) -> tuple[int, str]:
+def _colours(placement: Placement, slot: TimeSlot) -> tuple[int, str]:
     """Returns the colours of a slot in the terminal and in a picture."""
     stages = placement.stages_of(placement.rank_of[slot.action.stage])
     palette = {Kind.FORWARD: _FORWARD, Kind.WEIGHT: _WEIGHT}.get(slot.action.kind, _BACKWARD)
@@ -195,7 +198,7 @@ def draw_text(checked: ScheduleProperties, placement: Placement, width: int, col
 
 
 def _cells(
-    slots: Sequence[Slot], placement: Placement, first: int, last: int, cell: int, colours: bool
+    slots: Sequence[TimeSlot], placement: Placement, first: int, last: int, cell: int, colours: bool
 ) -> Iterator[str]:
     """Yields the cells of one rank from `first` to `last`; a slot of several steps fills several cells."""
     at, idle = first, _IDLE.center(cell - 1) + " "
@@ -257,7 +260,7 @@ def draw_svg(checked: ScheduleProperties, placement: Placement, title: str) -> s
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _svg_slot(slot: Slot, placement: Placement, y: int) -> str:
+def _svg_slot(slot: TimeSlot, placement: Placement, y: int) -> str:
     x, width, action = _LEFT + slot.start * _STEP, (slot.end - slot.start) * _STEP, slot.action
     kind, colour = NAMES.get(action.kind, action.kind.name.lower()), _colours(placement, slot)[1]
     title = f"<title>{kind} of micro-batch {action.micro_batch}, stage {action.stage}</title>"

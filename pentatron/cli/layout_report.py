@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from pentatron.layout.check import ScheduleProperties, Slot, check
+from pentatron.layout.check import ScheduleProperties, TimeSlot, check
 from pentatron.layout.ranks import Axis, Grid
-from pentatron.settings.parameters import costs_of, is_tied
+from pentatron.settings.model_sizes import costs_of, is_tied
 from pentatron.settings.run_config import RunConfig, size_problem
 from pentatron.text import plural
 
@@ -20,10 +20,10 @@ def batch_sizes(config: RunConfig, steps: int | None = None) -> list[dict[str, A
     """Returns every batch size within `steps` (default: the whole plan) and the iteration at which it
     begins."""
     rows = []
-    for stretch in config.batch_plan.sizes(steps):
-        problem = size_problem(config, stretch.size)
-        count = None if problem is not None else config.accumulation_of(stretch.size)
-        row = {"iteration": stretch.first_step, "samples": stretch.first_sample, "batch_size": stretch.size}
+    for phase in config.batch_plan.sizes(steps):
+        problem = size_problem(config, phase.size)
+        count = None if problem is not None else config.accumulation_of(phase.size)
+        row = {"iteration": phase.first_step, "samples": phase.first_sample, "batch_size": phase.size}
         rows.append({**row, "micro_batches": count, "problem": problem})
     return rows
 
@@ -239,10 +239,10 @@ def _schedule(report: LayoutReport) -> str:
     lines = [f"Schedule: {report.schedule_in_words}, {tokens} each", ""]
     unit = "micro-batches" if report.config.virtual_stages == 1 else "micro-batches of single stages"
     if ranks == 1:
-        return "\n".join([*lines, f"  {unit} kept for backward at most: {checked.alive[0]}"])
+        return "\n".join([*lines, f"  {unit} kept for backward at most: {checked.in_flight[0]}"])
     lines.append(f"  {unit} kept for backward at most")
-    for rank, alive in enumerate(checked.alive):
-        lines.append(f"    pipeline rank {rank:>2}  {alive:>3}  {'▪' * min(alive, 60)}")
+    for rank, count in enumerate(checked.in_flight):
+        lines.append(f"    pipeline rank {rank:>2}  {count:>3}  {'▪' * min(count, 60)}")
     if any(checked.deferred):
         deferred = ", ".join(map(str, checked.deferred))
         lines.append(f"  of them between the halves of a split backward, at most, by rank: {deferred}")
@@ -288,13 +288,13 @@ def _stage_data(report: LayoutReport, stage: int) -> dict[str, Any]:
 def _schedule_data(report: LayoutReport) -> dict[str, Any]:
     checked, config = report.checked, report.config
     batches = {"micro_batches": config.accumulation, "batch_sizes": batch_sizes(config)}
-    kept = {"alive": list(checked.alive), "deferred": list(checked.deferred)}
+    kept = {"alive": list(checked.in_flight), "deferred": list(checked.deferred)}
     timeline = [list(map(_slot_data, slots)) for slots in checked.timeline]
     waiting = {"bubble": checked.bubble, "time": checked.time, "timeline": timeline}
     return {"kind": report.kind, **batches, **kept, **waiting}
 
 
-def _slot_data(slot: Slot) -> dict[str, Any]:
+def _slot_data(slot: TimeSlot) -> dict[str, Any]:
     action = slot.action
     times = {"start": slot.start, "end": slot.end, "kind": action.kind.value}
     return {**times, "stage": action.stage, "micro_batch": action.micro_batch}

@@ -29,21 +29,21 @@ Command = Callable[[Sequence[str]], int]
 # By name: the module in this package with the function `NAME_command`, and the line in the help.
 _COMMANDS = {
     "prepare": ("prepare", "tokenize text into the .bin/.idx files that training reads"),
-    "data": ("data", "describe, verify and merge .bin/.idx files"),
-    "train": ("main", "train a model; with no flag at all, a small one on this machine's Python library"),
-    "generate": ("generate", "continue a text with a trained model"),
+    "data": ("data", "show, describe, verify, merge and seal .bin/.idx files"),
+    "train": ("main", "train a model; without flags: a small demo model"),
+    "generate": ("generate", "generate text with a trained model"),
     "import": ("convert", "convert a Hugging Face folder or hub model to a checkpoint"),
     "export": ("convert", "write a checkpoint as a Hugging Face folder"),
     "checkpoint": ("checkpoint", "inspect, verify, compare, reshard and prune checkpoints"),
-    "config": ("config", "show the settings a training command resolves to, and where each came from"),
-    "layout": ("layout", "show which rank does what, and draw the pipeline's schedule"),
-    "plan": ("plan", "estimate memory and time of a model on N GPUs, and find layouts that fit"),
-    "verify": ("verify", "compare a layout with one process, number by number, on a small model"),
-    "presets": ("config", "list the named models and their shapes"),
-    "launch": ("launch", "write the script that trains on several machines, for Slurm or torchrun"),
-    "bench": ("bench", "measure every layout of a number of processes against each other"),
+    "config": ("config", "print the resolved settings of a training command with their origins"),
+    "layout": ("layout", "show ranks, process groups and stages, and draw the pipeline schedule"),
+    "plan": ("plan", "estimate memory and time of a model on N GPUs, and list layouts that fit"),
+    "verify": ("verify", "check that a layout computes the same numbers as one process, on a small model"),
+    "presets": ("config", "list the presets and the shapes of their models"),
+    "launch": ("launch", "write a training script for several machines, for Slurm or torchrun"),
+    "bench": ("bench", "measure the speed of every layout of N processes"),
     "monitor": ("monitor", "watch a run, or review a finished one"),
-    "doctor": ("doctor", "check this machine for training: what it has, what is missing, how to fix it"),
+    "doctor": ("doctor", "check this machine for training, and list what is missing and how to fix it"),
 }
 
 
@@ -60,11 +60,11 @@ COMMANDS: dict[str, Command] = {
 _LINES = "\n".join(f"  {name:<10} {line}" for name, (_, line) in _COMMANDS.items())
 USAGE = f"""usage: pentatron COMMAND [...]
 
-Train large language models with five-way parallelism, on a laptop or on a cluster, with the same numbers.
+Trains large language models with five-way parallelism, on a laptop or a cluster. Every layout computes the same numbers.
 
 {_LINES}
 
-  pentatron train --help      every setting, by group
+  pentatron train --help      list all settings by group
   pentatron --version
 """
 
@@ -88,10 +88,11 @@ def _safe_path_for_children() -> Iterator[None]:
             os.environ[SAFE_PATH] = before
 
 
-def run_guarded(action: Callable[[], int], is_all: bool = True) -> int:
+def run_guarded(action: Callable[[], int], ends_process: bool = True) -> int:
     """Runs a command and returns its exit code; an error that the user can fix becomes one sentence.
 
-    `is_all`: the process ends after the action, so a worker reports to its launcher that it has finished.
+    `ends_process`: the process ends after the action, so a worker reports to its launcher that it has
+    finished.
     """
     replace_streams()
     # Before `current_worker`, which reads the variables that this removes.
@@ -101,7 +102,7 @@ def run_guarded(action: Callable[[], int], is_all: bool = True) -> int:
         if worker is None:
             return _reporting_errors(action)
         worker.attach_to_launcher()
-        return _as_worker(action, worker, is_all)
+        return _as_worker(action, worker, ends_process)
     finally:
         if "torch" in sys.modules:
             # A process group in a reference cycle would be destroyed during interpreter shutdown, where its
@@ -109,18 +110,18 @@ def run_guarded(action: Callable[[], int], is_all: bool = True) -> int:
             gc.collect()
 
 
-def _as_worker(action: Callable[[], int], worker: SupervisedWorker, is_all: bool) -> int:
+def _as_worker(action: Callable[[], int], worker: SupervisedWorker, ends_process: bool) -> int:
     """Records an exception for the launcher, which prints only that of the rank that failed first."""
     try:
         code = _reporting_errors(action)
-        if code == 0 and is_all:
-            worker.finished()
+        if code == 0 and ends_process:
+            worker.record_finished()
         return code
     except Exception as error:
-        worker.failed(error)
+        worker.record_failure(error)
         return 1
     finally:
-        worker.leave()
+        worker.remove_orphaned_folder()
 
 
 def _reporting_errors(action: Callable[[], int]) -> int:
@@ -185,16 +186,18 @@ def run_entry(entry: EntryPoint) -> None:
 
 
 def train_program(
-    take_words: Callable[[list[str]], tuple[list[str], "Program"]], entry: EntryPoint, restart: Sequence[str]
+    take_arguments: Callable[[list[str]], tuple[list[str], "Program"]],
+    entry: EntryPoint,
+    restart: Sequence[str],
 ) -> int:
     """Trains the user's own program.
 
-    `take_words` returns the words of the command line that it leaves to pentatron.
+    `take_arguments` returns the words of the command line that it leaves to pentatron.
     """
     words = sys.argv[1:]
 
     def action() -> int:
-        left, program = take_words(words)
+        left, program = take_arguments(words)
         return _train(left, entry, restart, program, words)
 
     return run_guarded(action)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pentatron.cli.convert import ImportOptions, run_import, run_interruptible
+from pentatron.cli.convert import ImportCommandOptions, run_import, run_interruptible
 from pentatron.cli.options import Options, option, options_help, parse_options
 from pentatron.cli.output import say, with_help
 from pentatron.errors import UserError
@@ -29,40 +29,42 @@ class ConvertOptions(Options):
         "folder with config.json and safetensors files, or a model of the hub such as Qwen/Qwen2.5-7B",
         value="HF_DIR",
     )
-    save_dir: str = option("", "the checkpoint to make; give it to --load", value="OUT")
-    bf16: bool = option(False, "bf16 as the type of the weights (that of the source)")
-    fp16: bool = option(False, "fp16 as the type of the weights")
-    allow_narrowing: bool = option(False, "allow a type that cannot hold every value of the source")
-    tokenizer_model: str | None = option(None, "tokenizer to copy (that of the folder)", value="PATH")
+    save_dir: str = option("", "folder of the new checkpoint, for --load", value="OUT")
+    bf16: bool = option(False, "convert the weights to bf16 (dtype of the source)")
+    fp16: bool = option(False, "convert the weights to fp16")
+    allow_narrowing: bool = option(
+        False, "allow a dtype that cannot hold every value of the source; weights are rounded"
+    )
+    tokenizer_model: str | None = option(None, "tokenizer to copy (that of --load-dir)", value="PATH")
     model_size: str | None = option(
-        None, f"checked against the folder's model_type: {', '.join(MODEL_SIZES)}", value="NAME"
+        None, f"model family, which must match config.json: {', '.join(MODEL_SIZES)}", value="NAME"
     )
     verify: bool = option(
         False,
         "compare logits on random tokens with the transformers library; needs memory for the whole model",
     )
     progress_bar: str = option("auto", "", choices=("auto", "on", "off"))
-    model_type: str = option("GPT", "models that predict the next token; anything else is refused")
+    model_type: str = option("GPT", "model type: GPT; any other value is refused")
     loader: str = option(
         "llama_mistral", "input format: a Hugging Face folder", value="llama_mistral|mixtral_hf"
     )
     saver: str = option("core", "output format: a checkpoint that --load reads", value="core|mcore")
-    checkpoint_type: str = option("hf", "the folder as Hugging Face has it")
+    checkpoint_type: str = option("hf", "format of the source folder: hf")
     target_tensor_parallel_size: int | None = option(None, "accepted without effect; a note gives the reason")
-    target_pipeline_parallel_size: int | None = option(None, "likewise")
-    target_expert_parallel_size: int | None = option(None, "likewise")
-    loader_transformer_impl: str | None = option(None, "likewise", value="NAME")
-    make_vocab_size_divisible_by: int | None = option(None, "likewise")
+    target_pipeline_parallel_size: int | None = option(None, "accepted without effect")
+    target_expert_parallel_size: int | None = option(None, "accepted without effect")
+    loader_transformer_impl: str | None = option(None, "accepted without effect", value="NAME")
+    make_vocab_size_divisible_by: int | None = option(None, "accepted without effect")
 
     def problems(self) -> Iterable[str]:
         for name in ("load_dir", "save_dir"):
             if not getattr(self, name):
-                yield f"say {flag_of(name)}: convert.py --load-dir HF_DIR --save-dir OUT"
+                yield f"{flag_of(name)} is missing: convert.py --load-dir HF_DIR --save-dir OUT"
         for name, (allowed, why) in _ONLY.items():
             if (value := getattr(self, name)) not in (*allowed.split(), None):
                 yield f"{flag_of(name)} {value}: only {' or '.join(allowed.split())} is possible; {why}"
         if self.bf16 and self.fp16:
-            yield "--bf16 and --fp16 contradict each other; choose one, or none to keep the type of the source"
+            yield "--bf16 and --fp16 contradict each other; choose one, or none to keep the dtype of the source"
         if self.model_size and _family(self.model_size) is None:
             guess = did_you_mean(self.model_size, MODEL_SIZES)
             fix = "leave it out, because config.json has the model type"
@@ -75,16 +77,13 @@ _BACK = "to convert back, use pentatron export CHECKPOINT HF_DIR"
 _ONLY = {
     "model_type": ("GPT", "only models that predict the next token are trained"),
     "loader": ("llama_mistral mixtral_hf", f"only Hugging Face folders are read; {_BACK}"),
-    "saver": ("core mcore", "there is one checkpoint format, which --load reads"),
-    "checkpoint_type": (
-        "hf",
-        "give the folder as Hugging Face has it, with config.json and safetensors files",
-    ),
+    "saver": ("core mcore", "Pentatron has only one checkpoint format, which --load reads"),
+    "checkpoint_type": ("hf", "give a Hugging Face folder with config.json and safetensors files"),
     "loader_transformer_impl": ("local transformer_engine", "these are Megatron's names"),
 }
 USAGE = f"""usage: tools/checkpoint/convert.py --load-dir HF_DIR --save-dir OUT [--flag value ...]
 
-Makes a checkpoint of a Hugging Face folder, as `pentatron import HF_DIR OUT` does, under the flags of Megatron-LM's converter.
+Converts a Hugging Face folder to a checkpoint like `pentatron import HF_DIR OUT`, with the flags of Megatron-LM's converter.
 
 {options_help(ConvertOptions)}
 
@@ -105,7 +104,7 @@ def convert_command(words: Sequence[str]) -> int:
     def convert() -> int:
         if options.model_size:
             _check_family(source, options.model_size)
-        return run_import(source, out, ImportOptions(dtype, *rest))
+        return run_import(source, out, ImportCommandOptions(dtype, *rest))
 
     return run_interruptible(out, convert)
 
@@ -115,12 +114,12 @@ def _notes(options: ConvertOptions) -> Iterator[str]:
     axes = ("tensor", "pipeline", "expert")
     sizes = {axis: getattr(options, f"target_{axis}_parallel_size") for axis in axes}
     if given := [f"--target-{axis}-parallel-size {size}" for axis, size in sizes.items() if size]:
-        yield f"{' '.join(given)}: a checkpoint here loads in any layout, so it is not split for one"
+        yield f"{' '.join(given)}: a Pentatron checkpoint loads in any layout, so it is not split"
     if divisor := options.make_vocab_size_divisible_by:
-        padded = "a checkpoint here holds no padding; a run pads the vocabulary by its own flag of that name"
+        padded = "Pentatron checkpoints have no padding; the flag of that name of the training run pads the vocabulary"
         yield f"--make-vocab-size-divisible-by {divisor}: {padded}"
     if name := options.loader_transformer_impl:
-        yield f"--loader-transformer-impl {name}: there is one implementation here, in PyTorch"
+        yield f"--loader-transformer-impl {name}: there is only one implementation, in PyTorch"
 
 
 def _family(size: str) -> str | None:

@@ -20,8 +20,8 @@ from pentatron.monitor.metrics import MetricsFollower, RunMetrics
 from pentatron.monitor.report import ERROR_PREFIX
 from pentatron.monitor.view import RunStatus, Screen, render_view, seconds_per_step, status_line
 from pentatron.settings.declaration import Limit
-from pentatron.settings.run_config import table
-from pentatron.settings.schedule import batch_plan_of
+from pentatron.settings.run_config import all_settings
+from pentatron.settings.run_length import batch_plan_of
 from pentatron.settings.settings import Settings
 from pentatron.text import duration, format_count, parse_json
 
@@ -31,20 +31,19 @@ _SECONDS = Limit(lambda seconds: seconds > 0, "a number of seconds above 0")
 @dataclass(frozen=True)
 class MonitorOptions(Options):
     interval: float = option(5.0, "seconds between updates", value="SECONDS", limit=_SECONDS)
-    once: bool = option(False, "print the state once")
+    once: bool = option(False, "print the state once and exit")
 
 
 USAGE = f"""{usage("pentatron monitor [RUN_DIR]", MonitorOptions)}
 
-Shows the state of a run, updated every few seconds until it ends or you press Ctrl-C: loss curve and validations, speed, time
-left, utilization of every rank and stragglers, memory of every rank, the last checkpoint. If the output is not a
-terminal, prints one line for every update. A run that has ended is shown once. Without RUN_DIR: the newest run under runs/ and
-output_*/.
+Shows the state of a run until it ends or you press Ctrl-C: loss curve and validations, speed, time left, busy time and memory
+of every rank, stragglers, the last checkpoint. If the output is not a terminal, prints one line per update. A run that has
+ended is shown once. Without RUN_DIR, shows the newest run under runs/ and output_*/.
 
 {options_help(MonitorOptions)}
 
-A rank is busy when it does not wait for others. Waiting in collectives and for pipeline messages is excluded, because all ranks
-would seem as slow as the slowest otherwise. Both are measured in the steps that are logged (--log-interval).
+A rank is busy while it does not wait for others in collectives or for pipeline messages. Waiting is excluded because otherwise
+all ranks would seem as slow as the slowest one. Both are measured in logged steps (--log-interval).
 """
 State = tuple[RunStatus, RunMetrics]
 _ENDED = ("finished", "stopped", "crashed")
@@ -60,18 +59,18 @@ _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
 def monitor_command(words: Sequence[str]) -> int:
     options, plain = parse_options(MonitorOptions, words, "pentatron monitor")
     if len(plain) > 1:
-        raise UserError(f"one run at a time: {plain[1]} is not needed")
+        raise UserError(f"pentatron monitor shows one run; leave out {plain[1]}")
     folder = Path(plain[0]) if plain else newest_run(Path())
     follower = MetricsFollower(folder / "metrics.jsonl")
     if not folder.is_dir():
-        ways = "name that of a run, or none for the newest under runs/"
-        raise UserError(f"there is no folder {folder}; {ways}")
+        ways = "name a run folder, or leave it out for the newest run under runs/"
+        raise UserError(f"the folder {folder} does not exist; {ways}")
     if not follower.path.exists():
-        raise UserError(f"{folder} holds no metrics.jsonl; is it the folder of a run?")
+        raise UserError(f"{folder} has no metrics.jsonl; name a run folder")
     try:
-        run, seen = next(_states(folder, follower, options.interval))
+        run, metrics = next(_states(folder, follower, options.interval))
         if options.once or run.state in _ENDED:
-            say_unescaped("\n".join(render_view(run, seen, _screen())))
+            say_unescaped("\n".join(render_view(run, metrics, _screen())))
         elif sys.stdout.isatty():
             _redraw_until_end(_states(folder, follower, options.interval))
         else:
@@ -86,9 +85,9 @@ def monitor_command(words: Sequence[str]) -> int:
 def _states(folder: Path, follower: MetricsFollower, interval: float) -> Iterator[State]:
     """Yields the state of the run at every update, the last time when it has ended."""
     while True:
-        seen = follower.poll()
-        run = look(folder, seen)
-        yield run, seen
+        metrics = follower.poll()
+        run = read_run_status(folder, metrics)
+        yield run, metrics
         if run.state in _ENDED:
             return
         time.sleep(interval)
@@ -98,10 +97,10 @@ def _redraw_until_end(states: Iterable[State]) -> None:
     out = sys.stdout
     out.write(_CLEAR + _HIDE_CURSOR)
     try:
-        for run, seen in states:
-            lines = render_view(run, seen, _screen())
+        for run, metrics in states:
+            lines = render_view(run, metrics, _screen())
             if run.state not in _ENDED:
-                lines += ["", "Ctrl-C leaves; the run continues"]
+                lines += ["", "Ctrl-C ends the monitor; the run continues"]
             frame = f"{_REST_OF_LINE}\n".join(lines[: max(1, _screen().height - 1)])
             out.write(f"{_HOME}{frame}{_REST_OF_LINE}\n{_REST_OF_SCREEN}")
             out.flush()
@@ -112,12 +111,12 @@ def _redraw_until_end(states: Iterable[State]) -> None:
 
 def _print_until_end(states: Iterable[State]) -> None:
     shown = -1
-    for run, seen in states:
-        if seen.recent and seen.step != shown:
-            shown = seen.step
-            say(status_line(run, seen))
+    for run, metrics in states:
+        if metrics.recent and metrics.step != shown:
+            shown = metrics.step
+            say(status_line(run, metrics))
         if run.state in _ENDED:
-            say_unescaped("\n".join(["", *render_view(run, seen, _screen())]))
+            say_unescaped("\n".join(["", *render_view(run, metrics, _screen())]))
 
 
 def _screen() -> Screen:
@@ -133,19 +132,19 @@ def newest_run(root: Path) -> Path:
     metrics = [*root.glob("runs/*/metrics.jsonl"), *root.glob("output_*/metrics.jsonl")]
     if not metrics:
         ways = "name its folder: pentatron monitor RUN_DIR"
-        raise UserError(f"there is no run under runs/ or output_*/ here; {ways}")
+        raise UserError(f"no run was found under runs/ or output_*/; {ways}")
     return max(metrics, key=lambda path: path.stat().st_mtime).parent
 
 
-def look(folder: Path, seen: RunMetrics) -> RunStatus:
+def read_run_status(folder: Path, metrics: RunMetrics) -> RunStatus:
     """Reads the state of the run from its files."""
     saved = _saved_settings(folder)
     total = saved.train_iters
     if not isinstance(total, int):
         file = folder / "config.yaml"
-        raise UserError(f"{file} has no length of the run (train_iters); is {folder} the folder of a run?")
-    checkpoint, samples_left = _checkpoint(folder, saved), _samples_left(saved, seen, total)
-    state = _state(folder, seen, total)
+        raise UserError(f"{file} does not have train_iters; name a run folder")
+    checkpoint, samples_left = _checkpoint(folder, saved), _samples_left(saved, metrics, total)
+    state = _state(folder, metrics, total)
     return RunStatus(str(folder), *state, total, checkpoint, samples_left, _restarts(folder))
 
 
@@ -171,37 +170,37 @@ def _saved_settings(folder: Path) -> Settings:
     values: dict[str, Any] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         name, _, value = line.strip().lstrip("# ").partition(": ")
-        if name in table():
+        if name in all_settings():
             # The file may have been edited.
             with contextlib.suppress(ValueError):
                 values[name] = parse_json(value.split("  #")[0])
     return Settings.defaults(**values)
 
 
-def _samples_left(saved: Settings, seen: RunMetrics, total: int) -> int | None:
+def _samples_left(saved: Settings, metrics: RunMetrics, total: int) -> int | None:
     """Returns the samples of the remaining steps by the batch plan; None if the files do not have the
     information."""
-    consumed = seen.recent[-1].get("consumed_samples") if seen.recent else None
+    consumed = metrics.recent[-1].get("consumed_samples") if metrics.recent else None
     if not isinstance(consumed, int) or not saved.global_batch_size:
         return None
     with contextlib.suppress(ValueError, TypeError):
-        return batch_plan_of(saved).advance(consumed, max(0, total - seen.step)) - consumed
+        return batch_plan_of(saved).advance(consumed, max(0, total - metrics.step)) - consumed
     return None
 
 
-def _state(folder: Path, seen: RunMetrics, total: int) -> tuple[str, str]:
+def _state(folder: Path, metrics: RunMetrics, total: int) -> tuple[str, str]:
     """Returns the state of the run, and a line of details if there are any."""
-    is_done, alive = seen.step >= total, _is_alive(folder)
+    is_done, alive = metrics.step >= total, _is_alive(folder)
     if is_done and _has_closing_line(folder):
         return "finished", ""
     if alive is False:
-        return _end_state(folder, seen)
+        return _end_state(folder, metrics)
     silence = time.time() - (folder / "metrics.jsonl").stat().st_mtime
-    timeout = max(_SILENT_SECONDS, _SILENT_STEPS * seconds_per_step(seen)) if seen.recent else math.inf
+    timeout = max(_SILENT_SECONDS, _SILENT_STEPS * seconds_per_step(metrics)) if metrics.recent else math.inf
     if silence > timeout:
-        unknown = "whether its process is alive cannot be determined from here"
+        unknown = "its process cannot be checked from this machine"
         return "silent", f"no step for {duration(silence)}; {'its process is alive' if alive else unknown}"
-    remark = "all steps are done; the final checkpoint and evaluation are not yet"
+    remark = "all steps are done; the final checkpoint or evaluation is not complete"
     return "running", remark if is_done else ""
 
 
@@ -241,15 +240,18 @@ def _is_alive(folder: Path) -> bool | None:
     return True
 
 
-def _end_state(folder: Path, seen: RunMetrics) -> tuple[str, str]:
+def _end_state(folder: Path, metrics: RunMetrics) -> tuple[str, str]:
     """Returns the state of a run whose process is gone, with the stop reason or the failure from its log."""
     for line in reversed(_log_lines(folder)[-_LAST_LINES:]):
-        if f"after step {seen.step};" in line or "before the first step;" in line:
+        if f"after step {metrics.step};" in line or "before the first step;" in line:
             return "stopped", line.strip()
         if line.startswith(ERROR_PREFIX):
             return "crashed", line.strip()
     log = folder / "train.log"
-    return "crashed", f"it ended after step {seen.step} without a message in {log}: it failed or was killed"
+    return (
+        "crashed",
+        f"it ended after step {metrics.step} without a message in {log}: it failed or was killed",
+    )
 
 
 def _checkpoint(folder: Path, saved: Settings) -> str:

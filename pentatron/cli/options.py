@@ -14,7 +14,7 @@ from pentatron.errors import ConfigError, UserError
 from pentatron.settings.command_line import did_you_mean, is_flag, normalize_flag, parse_flags
 from pentatron.settings.declaration import Limit, Setting, Spelling, coerce, setting, settings_of
 from pentatron.settings.entry_points import ENTRY_POINTS, TRAIN, EntryPoint
-from pentatron.settings.run_config import sections, table
+from pentatron.settings.run_config import all_settings, sections
 
 _WIDTH = 110
 # Column of the descriptions in the help of settings, and the widest one in the help of options.
@@ -127,9 +127,9 @@ def options_without_effect(options: Options) -> list[str]:
 # --- help of options ---
 
 
-def options_help(cls: type[Options], beside: type[Options] | None = None) -> str:
-    """Returns the help of every listed option of the class that class `beside` does not have."""
-    known = set() if beside is None else {f.name for f in fields(beside)}
+def options_help(cls: type[Options], excluding: type[Options] | None = None) -> str:
+    """Returns the help of every listed option of the class that class `excluding` does not have."""
+    known = set() if excluding is None else {f.name for f in fields(excluding)}
     options = [one for one in _options_of(cls) if one.setting.help and one.setting.name not in known]
     rows = [(f"  {one.usage()}", one.description()) for one in options]
     fitting = [len(left) + 2 for left, _ in rows if len(left) + 2 <= _MAX_OPTIONS_COLUMN]
@@ -214,7 +214,7 @@ def parse_options_and_settings(
     Raises the problems of both at once. `entry` parses the settings; it is a function of the options if it
     depends on them.
     """
-    settings = {spelling.flag for item in table().values() for spelling in item.spellings}
+    settings = {spelling.flag for item in all_settings().values() for spelling in item.spellings}
     renamed = {flag for one in ENTRY_POINTS.values() for flag in one.spellings}
     parser, rest, queue = _Parser(cls, refused or {}, settings | renamed), list[str](), list(words)
     while queue:
@@ -323,15 +323,15 @@ def entry_help(entry: EntryPoint, only: str | None = None) -> str:
     command = "pentatron config" if entry is TRAIN else f"pentatron config --as {entry.name}"
     lines += [
         "Flags take '-' or '_', '--flag value' or '--flag=value'; a switch is turned off by --no-SWITCH.",
-        "Parentheses give the value used when a setting is not given. Settings come from the preset, then --config FILE, then flags.",
-        f"`{command}` with the same words shows the result and where each value came from.",
+        "Parentheses give the default. --config FILE overrides the preset, and flags override both.",
+        f"`{command}` with the same arguments shows the result and the origin of each value.",
     ]
     return "\n".join(lines)
 
 
 def section_help(entry: EntryPoint, section: str) -> list[str]:
     """Returns the help lines of one group of settings, without a title."""
-    items = [item for item in table().values() if item.section == section]
+    items = [item for item in all_settings().values() if item.section == section]
     return [line for item in items for line in _setting_help(item, entry)]
 
 

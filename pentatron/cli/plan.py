@@ -27,7 +27,7 @@ from pentatron.settings.entry_points import TRAIN, EntryPoint
 from pentatron.settings.loaded_architecture import adopt_architecture
 from pentatron.settings.presets import presets
 from pentatron.settings.resolve import derived_settings, gather
-from pentatron.settings.settings import Draft, Facts, is_unset
+from pentatron.settings.settings import Draft, ProcessFacts, is_unset
 from pentatron.text import divisors, parse_json
 
 _OTHERS = [name for name in DEVICES if name != "h100"]
@@ -41,28 +41,28 @@ def _gigabytes(written: str, flag: str) -> float:
     return float(match[1])
 
 
-_SHARE = Limit(FRACTION.holds, "a share of the peak; use a number such as 0.5")
+_SHARE = Limit(FRACTION.holds, "above 0 and at most 1, for example 0.5")
 _memory = partial(option, None, value="GB", parse=_gigabytes)
 
 
 @dataclass(frozen=True)
 class PlanOptions(Options):
     gpus: int | None = option(None, "number of GPUs (those of this machine, else 8)", limit=ONE_OR_MORE)
-    gpu: str | None = option(None, f"h100 (the default), {', '.join(_OTHERS)}", value="NAME")
-    gpu_memory: float | None = _memory("memory of one GPU, if it differs: 24, 80, 141 ...")
-    host_memory: float | None = _memory("host memory of one machine, for optimizer offload")
-    gpus_per_machine: int = option(8, "GPUs of one machine", limit=ONE_OR_MORE)
-    efficiency: float = option(EFFICIENCY, "share of the peak that matmuls reach", limit=_SHARE)
-    top: int = option(8, "how many layouts to list", limit=ONE_OR_MORE)
+    gpu: str | None = option(None, f"GPU to plan for: h100 (the default), {', '.join(_OTHERS)}", value="NAME")
+    gpu_memory: float | None = _memory("memory of one GPU, if not that of --gpu: 24, 80, 141 ...")
+    host_memory: float | None = _memory("host memory of one machine, to check optimizer offload")
+    gpus_per_machine: int = option(8, "GPUs per machine", limit=ONE_OR_MORE)
+    efficiency: float = option(EFFICIENCY, "fraction of the peak FLOP/s that matmuls reach", limit=_SHARE)
+    top: int = option(8, "number of layouts to list", limit=ONE_OR_MORE)
     json: bool = option(False, "print JSON")
 
 
 USAGE = f"""{usage("pentatron plan [FOLDER]", PlanOptions, "[--setting value ...]")}
 
-Estimates what a model needs, before anything is started: parameters, FLOPs, the memory of every GPU part by part, the
-pipeline bubble, communication and step time; then lists the layouts that fit, the fastest first, with the command to copy.
+Estimates the needs of a model and starts nothing: parameters, FLOPs, the memory of every GPU in parts, the pipeline bubble,
+communication and step time. Lists the layouts that fit, the fastest first, and prints the training command.
 
-FOLDER is a Hugging Face folder, or only its config.json.
+FOLDER is a Hugging Face folder, of which only config.json is read.
 
 {options_help(PlanOptions)}
 
@@ -70,14 +70,14 @@ FOLDER is a Hugging Face folder, or only its config.json.
   pentatron plan --preset qwen3-30b-a3b --gpus 32 --gpu a100 --seq-length 8192 --global-batch-size 256
   pentatron plan models/Qwen2.5-7B --gpus 16 --gpu-memory 40 --tp 2 --pp 2
 
-All settings of `pentatron train` are accepted. With settings of a layout, that layout is shown in detail; without any,
-the best one is. The list tries all sizes of the axes and keeps other given settings (--zero-stage, --pipeline-schedule ...).
+All settings of `pentatron train` are accepted. The given layout is shown in detail, or the best one if none is given.
+The list varies the sizes of all axes and keeps other given settings (--zero-stage, --pipeline-schedule ...).
 `pentatron layout` shows the role of every rank; docs/how-it-works/memory.md explains the formulas.
 """
 # Nothing is trained, so that data and run length are placeholders.
 PLAN = EntryPoint(
     name="pentatron plan",
-    summary="Say what a model needs and costs under the same settings as `pentatron train`. Nothing is started.",
+    summary="Estimate memory and time of a model with the settings of `pentatron train`. Nothing is started.",
     refused=TRAIN.refused,
     defaults={"dataset_size": 1000, "train_iters": 1},
 )
@@ -102,11 +102,11 @@ def plan_layouts(words: Sequence[str]) -> tuple[PlanReport, PlanOptions]:
     size = options.gpus_per_machine
     if world > size and world % size:
         fewer, each = world - world % size, max(d for d in divisors(world) if d <= size)
-        ways = f"add --gpus-per-machine {each}, or plan for {fewer} or {fewer + size} (--gpus)"
-        raise UserError(f"{world} GPUs are not a whole number of machines with {size}; {ways}")
-    facts = Facts(max(1, world), max(1, min(world, size)))
+        ways = f"add --gpus-per-machine {each}, or use --gpus {fewer} or {fewer + size}"
+        raise UserError(f"{world} GPUs are not a multiple of {size} (--gpus-per-machine); {ways}")
+    facts = ProcessFacts(max(1, world), max(1, min(world, size)))
     assumed = [f"{world} GPUs (--gpus)"] if options.gpus is None and draft.world_size is None else []
-    _learn_model(draft, facts, folder)
+    _adopt_model(draft, facts, folder)
     free_batch = all(getattr(draft, name) is None for name in _BATCH)
     assumed += _assign_defaults(draft, device, world)
     host_memory = None if options.host_memory is None else options.host_memory * GIB
@@ -115,16 +115,15 @@ def plan_layouts(words: Sequence[str]) -> tuple[PlanReport, PlanOptions]:
     layouts = search.layouts()
     notices = list(draft.notices)
     if draft.bf16 and not device.chip.bf16:
-        slow = "so that --bf16 is slow there: use --fp16"
-        notices.append(f"{device.name} multiplies no matrices in bf16, {slow}")
+        notices.append(f"{device.name} has no bf16 matmuls, so --bf16 is slow; use --fp16")
     model = folder or draft.preset or draft.load or "the model"
-    given = search.as_given() if is_given else None
+    given = search.given_layout() if is_given else None
     report = PlanReport(search, given, layouts, model, assumed, options.top, notices)
     if not layouts and report.given is None:
         # Raises the rules' reasons why no layout is possible.
-        search.as_given()
-        ways = "try another number of GPUs or --global-batch-size"
-        raise UserError(f"no division of {world} GPUs suits this model and batch; {ways}")
+        search.given_layout()
+        ways = "use another number of GPUs or --global-batch-size"
+        raise UserError(f"no layout of {world} GPUs fits this model and batch; {ways}")
     return report, options
 
 
@@ -145,17 +144,17 @@ def _visible_gpus() -> int:
     return count
 
 
-def _learn_model(draft: Draft, facts: Facts, folder: str | None) -> None:
+def _adopt_model(draft: Draft, facts: ProcessFacts, folder: str | None) -> None:
     if folder is not None:
-        _learn_folder(draft, facts, folder)
+        _adopt_folder(draft, facts, folder)
     elif not adopt_named_checkpoint(draft, facts) and not any(draft.given(name) for name in _MODEL):
-        ways = "a Hugging Face folder, --config FILE, or its shape: --num-layers, --hidden-size ..."
-        raise UserError(f"which model? Give --preset NAME (pentatron presets lists them), {ways}")
+        ways = "a Hugging Face folder, --config FILE, or --num-layers, --hidden-size ..."
+        raise UserError(f"no model is given; add --preset NAME (pentatron presets lists them), {ways}")
     download_tokenizer(draft)
     set_vocabulary_size(draft)
 
 
-def _learn_folder(draft: Draft, facts: Facts, folder: str) -> None:
+def _adopt_folder(draft: Draft, facts: ProcessFacts, folder: str) -> None:
     """Reads the model's settings from config.json; the weights need not exist."""
     from pentatron.hf.model_config import settings_from_config
 
@@ -168,7 +167,7 @@ def _learn_folder(draft: Draft, facts: Facts, folder: str) -> None:
     with explained((OSError, ValueError), f"{path} cannot be read as JSON", "name a Hugging Face folder"):
         config = parse_json(path.read_text(encoding="utf-8"))
     if not isinstance(config, dict):
-        raise UserError(f"{path} holds no settings of a model; name a Hugging Face folder")
+        raise UserError(f"{path} has no model settings; name a Hugging Face folder")
     adopt_architecture(draft, facts, settings_from_config(config), str(path.parent), "or plan another model")
     draft.assign("flag --load", load=str(path.parent))
 
@@ -195,29 +194,29 @@ def _assign_defaults(draft: Draft, device: Device, world: int) -> list[str]:
         needed = "a GPU with fp8 matmuls (NVIDIA's Ada, Hopper, Blackwell)"
         raise UserError(f"--fp8 {draft.fp8_format} needs {needed}, and {device.name} has none; leave it out")
     if requires_graphs(draft.cuda_graphs) and not device.is_gpu:
-        raise UserError(f"--cuda-graphs on needs a GPU, and {device.name} is none; leave it out")
+        raise UserError(f"--cuda-graphs on needs a GPU, and {device.name} is not a GPU; leave it out")
     assumed = []
     if not draft.given("seq_length"):
-        derived = derived_settings(draft, Facts(world)) if draft.max_position_embeddings else draft
+        derived = derived_settings(draft, ProcessFacts(world)) if draft.max_position_embeddings else draft
         length = min(_DEFAULT_LENGTH, derived.max_position_embeddings or _DEFAULT_LENGTH)
         draft.assign("flag --seq-length", seq_length=length)
         assumed.append(f"sequences of {length} tokens (--seq-length)")
     if all(getattr(draft, name) is None for name in _BATCH):
         batch = max(1, _TOKENS_A_STEP // draft.seq_length // world) * world
         draft.assign("flag --global-batch-size", global_batch_size=batch)
-        assumed.append(f"{batch} sequences a step, about a million tokens (--global-batch-size)")
+        assumed.append(f"{batch} sequences per step, about a million tokens (--global-batch-size)")
     if device.name != "CPU process" and not any(draft.given(n) for n in ("bf16", "fp16")):
         half, why = ("bf16", "") if device.chip.bf16 else ("fp16", f", as {device.name} has no bf16")
         draft.assign(f"flag --{half}", **{half: True})
         assumed.append(f"{half} (--{half}){why}")
     if is_unset(draft.vocab_size) and is_unset(draft.padded_vocab_size):
         draft.assign("flag --vocab-size", vocab_size=32768)
-        assumed.append("32768 words (--vocab-size)")
+        assumed.append("vocabulary of 32768 (--vocab-size)")
     return assumed
 
 
 def as_data(report: PlanReport) -> dict[str, Any]:
-    parameters, active = total_parameters(report.shown.shape)
+    parameters, active = total_parameters(report.shown.sizes)
     chosen, device = report.chosen, report.search.device
     rates = {"half": device.peak(2), "single": device.peak(4), "link": device.link, "network": device.network}
     features = {"has_bf16": device.chip.bf16, "is_gpu": device.is_gpu, "has_fp8": device.chip.fp8}
@@ -246,11 +245,16 @@ def _layout_data(layout: Layout) -> Mapping[str, Any]:
     speed, utilisation = speed_of(layout)
     seconds = {"step": estimate.seconds, "computing": estimate.computing, "waiting": estimate.waiting}
     return {
-        "sizes": dataclasses.asdict(layout.shape.grid),
+        "sizes": dataclasses.asdict(layout.sizes.grid),
         "settings": dict(layout.settings),
         "fits": layout.fits,
         "bytes": [
-            {**memory_parts(rank), "spared": rank.spared, "host": rank.held.in_host, "total": rank.total}
+            {
+                **memory_parts(rank),
+                "spared": rank.not_simultaneous,
+                "host": rank.static.in_host,
+                "total": rank.total,
+            }
             for rank in layout.memory.ranks
         ],
         "largest_bytes": layout.largest.total,

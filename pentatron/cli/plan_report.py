@@ -12,7 +12,7 @@ from pentatron.plan.memory import RankMemory
 from pentatron.plan.search import DIVISION_SETTINGS, LAYOUT_SETTINGS, Layout, Search, usable_memory
 from pentatron.plan.static_memory import total_parameters
 from pentatron.settings.command_line import is_flag
-from pentatron.settings.run_config import table
+from pentatron.settings.run_config import all_settings
 from pentatron.text import binary_size, parameter_count, seconds_text
 
 # Settings of the planner itself, which the training command does not have.
@@ -30,19 +30,18 @@ _PARTS = {
     "optimizer": "",
     "activations": "kept for backward",
     "logits": "of the output layer, or log-probabilities",
-    "buffers": "messages and collectives",
+    "buffers": "of messages and collectives",
     "working": "temporary in backward: recomputed layers, gradients of the loss or of one matrix",
     "graphs": "outside CUDA graphs, which do not share their memory: evaluation, first gradients",
 }
 # Those of `_PARTS` that are static memory.
-_HELD = ("weights", "gradients", "optimizer")
+_STATIC_PARTS = ("weights", "gradients", "optimizer")
 _AXES = {"tensor": "TP", "context": "CP", "pipeline": "PP", "data": "DP", "expert": "EP"}
 
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Result of a search. `given` is the layout the user wrote, if any; `layouts` are those found, the best
-    first."""
+    """Result of a search. `given`: the layout of the user, if any. `layouts`: those found, best first."""
 
     search: Search
     given: Layout | None
@@ -65,12 +64,12 @@ class PlanReport:
     def chosen(self) -> tuple[Layout, str] | None:
         """The layout of the training command, and its description."""
         if self.given is not None and self.given.fits:
-            return self.given, "the layout as given"
-        return None if self.best is None else (self.best, "the first of the list")
+            return self.given, "the given layout"
+        return None if self.best is None else (self.best, "the first layout of the list")
 
     @property
     def varied(self) -> list[str]:
-        """Given sizes that the list varies nevertheless."""
+        """Given sizes, which the list varies too."""
         return [name for name in DIVISION_SETTINGS if self.search.draft.given(name)]
 
     @cached_property
@@ -88,25 +87,25 @@ def as_text(report: PlanReport) -> str:
 def _model(report: PlanReport) -> str:
     config, search = report.shown.config, report.search
     model, train = config.model, config.train
-    parameters, active = total_parameters(report.shown.shape)
+    parameters, active = total_parameters(report.shown.sizes)
     tokens, flops = train.global_batch_size * model.seq_length, report.shown.estimate.flops
     grouped = model.num_query_groups != model.num_attention_heads
     groups = f" in {model.num_query_groups} groups" if grouped else ""
-    of_token = f", {parameter_count(active)} of them for each token" if active < parameters else ""
+    of_token = f", {parameter_count(active)} active per token" if active < parameters else ""
     count = f"{parameter_count(parameters)} parameters{of_token}"
     experts = f", {config.moe.num_experts} experts" if config.moe.num_experts else ""
     sizes = f"{model.num_layers} layers, {model.hidden_size} wide, {model.num_attention_heads} heads{groups}"
     step = f"{train.global_batch_size} sequences × {model.seq_length} tokens = {tokens:,} tokens"
     devices = f"{search.world} × {search.device.name}, {binary_size(search.device.memory)} each"
-    shape = f"  model  {count}: {sizes}{experts}, {model.vocab_size} words"
-    spent = f"  step   {step}; {flops:.4g} FLOPs, {flops / tokens:.3g} a token"
+    shape = f"  model  {count}: {sizes}{experts}, vocabulary of {model.vocab_size}"
+    spent = f"  step   {step}; {flops:.4g} FLOPs, {flops / tokens:.3g} per token"
     return "\n".join([f"{report.model} on {devices}", "", shape, spent])
 
 
 def _tree(report: PlanReport) -> str:
     advice = report.advice
     width = max(len(answer.question) for answer in advice.tree)
-    lines = ["How to divide it", ""]
+    lines = ["Decision tree", ""]
     lines += [f"  {answer.question:<{width}}  {answer.answer}" for answer in advice.tree]
     lines += [f"  {'→':>{width}}  {advice.combination}"] if advice.combination else []
     lines += [f"  the guides' {line}" for line in advice.tables]
@@ -118,11 +117,11 @@ def _list(report: PlanReport) -> str:
     if not report.layouts:
         return f"No other layout of {search.world} GPUs is possible with {_flags(search.kept)}"
     if fitting:
-        title = f"Layouts that fit ({len(fitting)} of {len(report.layouts)} divisions), the fastest first"
+        title = f"Layouts that fit ({len(fitting)} of {len(report.layouts)}), the fastest first"
     else:
         host = search.host_memory
-        host_text = "" if host is None else f", and a machine {binary_size(host)} of its own"
-        title = f"No layout fits: a GPU has room for {binary_size(usable_memory(search.device))}{host_text}. The smallest are"
+        host_text = "" if host is None else f", and a machine for {binary_size(host)}"
+        title = f"No layout fits: a GPU has room for {binary_size(usable_memory(search.device))}{host_text}. The smallest layouts"
     lines = [title, "", *_rows(report, (fitting or report.layouts)[: report.top])]
     # Which given settings the list varies and which it keeps.
     given = {name: getattr(search.draft, name) for name in report.varied}
@@ -134,7 +133,7 @@ def _list(report: PlanReport) -> str:
         config = report.shown.config
         ways = ["--micro-batch-size 1"] if (config.train.micro_batch_size or 1) > 1 else []
         ways += ["more GPUs (--gpus)", f"a shorter --seq-length (now {config.model.seq_length})"]
-        lines += ["", f"  try {', '.join(ways)}, or a smaller model (--num-layers, --hidden-size)"]
+        lines += ["", f"  use {', '.join(ways)}, or a smaller model (--num-layers, --hidden-size)"]
     return "\n".join(lines)
 
 
@@ -143,18 +142,18 @@ def _flags(settings: Mapping[str, Any]) -> str:
 
 
 def _rows(report: PlanReport, layouts: Sequence[Layout]) -> Iterator[str]:
-    sparse = any(layout.shape.sparse_layers for layout in layouts)
-    split = any(layout.shape.grid.context > 1 for layout in layouts)
+    sparse = any(layout.sizes.sparse_layers for layout in layouts)
+    split = any(layout.sizes.grid.context > 1 for layout in layouts)
     heads = ["TP", "PP", *(["CP"] if split else []), *(["EP"] if sparse else []), "DP"]
-    width = 8 if any(layout.shape.decisions.optimizer.in_host_memory for layout in layouts) else 5
+    width = 8 if any(layout.sizes.decisions.optimizer.in_host_memory for layout in layouts) else 5
     title = f"      {''.join(f'{head:>5}' for head in heads)}{'ZeRO':>{width}}  recompute micro-batch"
     yield f"{title}  memory a GPU  {'':<{_BAR}}  bubble     step  tokens/s/GPU  MFU"
     for number, layout in enumerate(layouts, 1):
-        grid, config = layout.shape.grid, layout.config
+        grid, config = layout.sizes.grid, layout.config
         virtual, train = config.virtual_stages, config.train
         stages = f"{grid.pipeline}×{virtual}" if virtual > 1 else f"{grid.pipeline}"
         sizes = [grid.tensor, stages, *([grid.context] if split else []), *([grid.expert] if sparse else [])]
-        zero = f"{config.parallel.zero_stage}{'+host' if layout.shape.decisions.optimizer.in_host_memory else ''}"
+        zero = f"{config.parallel.zero_stage}{'+host' if layout.sizes.decisions.optimizer.in_host_memory else ''}"
         total, (speed, utilisation) = layout.largest.total, speed_of(layout)
         division = f"{''.join(f'{size:>5}' for size in [*sizes, grid.data])}{zero:>{width}}"
         execution = f"{config.memory.recompute_granularity or 'none':<9} {train.micro_batch_size:>11}"
@@ -166,9 +165,9 @@ def _rows(report: PlanReport, layouts: Sequence[Layout]) -> Iterator[str]:
 def speed_of(layout: Layout) -> tuple[float, float]:
     """Returns tokens per second per device, and the MFU."""
     config, estimate = layout.config, layout.estimate
-    devices, seconds = layout.shape.grid.world_size, estimate.seconds
+    devices, seconds = layout.sizes.grid.world_size, estimate.seconds
     tokens = config.train.global_batch_size * config.model.seq_length / seconds / devices
-    return tokens, estimate.flops / seconds / devices / layout.search.device.peak(layout.shape.width)
+    return tokens, estimate.flops / seconds / devices / layout.search.device.peak(layout.sizes.element_bytes)
 
 
 def _bar(share: float) -> str:
@@ -179,10 +178,10 @@ def _bar(share: float) -> str:
 
 def _detail(report: PlanReport) -> str:
     layout = report.shown
-    grid, stage = layout.shape.grid, layout.config.parallel.zero_stage
+    grid, stage = layout.sizes.grid, layout.config.parallel.zero_stage
     sizes = [f"{name} {getattr(grid, axis)}" for axis, name in _AXES.items() if getattr(grid, axis) > 1]
     sizes += [f"ZeRO {stage}"] if stage else []
-    title = "The layout as given" if report.given is not None else "The first of the list"
+    title = "The given layout" if report.given is not None else "The first layout of the list"
     lines = [f"{title}: {', '.join(sizes) or 'one GPU'}; it {_verdict(layout)}", ""]
     return "\n".join([*lines, *_memory(layout), "", *_traffic(layout), "", *_pipeline(layout)])
 
@@ -192,12 +191,12 @@ def _verdict(layout: Layout) -> str:
         return "fits"
     if layout.lacks_host_memory:
         needed, host = binary_size(layout.machine_host_bytes), binary_size(layout.search.host_memory or 0)
-        return f"does NOT fit: {_in_host(layout)} needs {needed} of a machine's memory, which is {host}"
+        return f"does NOT fit: {_in_host(layout)} needs {needed} of host memory per machine, which has {host}"
     return f"does NOT fit: there is room for {binary_size(usable_memory(layout.search.device))}"
 
 
 def memory_parts(rank: RankMemory) -> dict[str, int]:
-    return {name: getattr(rank.held if name in _HELD else rank, name) for name in _PARTS}
+    return {name: getattr(rank.static if name in _STATIC_PARTS else rank, name) for name in _PARTS}
 
 
 def _memory(layout: Layout) -> Iterator[str]:
@@ -215,31 +214,31 @@ def _memory(layout: Layout) -> Iterator[str]:
     for name, meaning in (_PARTS | {"optimizer": _optimizer(layout)}).items():
         if any(part[name] for part in parts):
             yield row(name, [binary_size(part[name]) for part in parts], meaning)
-    if any(rank.spared for rank in shown):
-        spared = [f"-{binary_size(rank.spared)}" if rank.spared else "" for rank in shown]
-        yield row("not simultaneous", spared, "gradients are allocated while activations are freed")
+    if any(rank.not_simultaneous for rank in shown):
+        hidden = [f"-{binary_size(rank.not_simultaneous)}" if rank.not_simultaneous else "" for rank in shown]
+        yield row("not simultaneous", hidden, "gradients are allocated while activations are freed")
     bar = _bar(max(rank.total for rank in ranks) / device.memory)
     totals = [binary_size(rank.total) for rank in shown]
     yield row("total", totals, f"{bar} of {binary_size(device.memory)}")
     if (recorded := layout.with_graphs) is not None:
-        note = "small layers are captured as CUDA graphs if there is room; --cuda-graphs off avoids them"
+        note = "small layers are captured as CUDA graphs if memory suffices; --cuda-graphs off disables this"
         yield row("with graphs", [binary_size(recorded.total)], note)
-    if in_host := max(rank.held.in_host for rank in ranks):
+    if in_host := max(rank.static.in_host for rank in ranks):
         machine = binary_size(layout.machine_host_bytes)
         host = layout.search.host_memory
-        limit = f"of {binary_size(host)}" if host else "not compared with what it has: --host-memory GB"
+        limit = f"of {binary_size(host)}" if host else "not checked; give --host-memory GB"
         note = f"{_in_host(layout)} of each GPU, {machine} in a machine ({limit})"
         yield row("in host memory", [binary_size(in_host)], note)
 
 
 def _in_host(layout: Layout) -> str:
-    held = layout.largest.held
-    parts = {"the optimizer": held.host, "the copy that is saved in the background": held.async_save_copy}
+    static = layout.largest.static
+    parts = {"the optimizer": static.host, "the copy for async save": static.async_save_copy}
     return " and ".join(name for name, count in parts.items() if count)
 
 
 def _optimizer(layout: Layout) -> str:
-    static = layout.largest.held
+    static = layout.largest.static
     state = "Adam's moments" if layout.config.optim.optimizer == "adam" else "momentum"
     parts = {"master weights": static.master, state: static.moments}
     return " and ".join(name for name, count in parts.items() if count) + ", in fp32"
@@ -249,9 +248,9 @@ def _traffic(layout: Layout) -> Iterator[str]:
     traffic, sending = layout.estimate.traffic, layout.estimate.sending
     stage, sent = layout.config.parallel.zero_stage, {axis: getattr(traffic, axis) for axis in _AXES}
     if not any(sent.values()):
-        yield "  no communication: there is one GPU"
+        yield "  no communication on one GPU"
         return
-    yield f"  {'sent in a step':<16}{'bytes':>10}{'not hidden':>12}"
+    yield f"  {'sent in a step':<16}{'bytes':>10}{'exposed':>12}"
     for axis, count in ((axis, count) for axis, count in sent.items() if count):
         meaning = TRADE_OFFS[f"ZeRO {stage}" if axis == "data" and stage else axis]
         yield f"  {_AXES[axis]:<16}{binary_size(count):>10}{seconds_text(getattr(sending, axis)):>12}  {meaning}"
@@ -259,11 +258,11 @@ def _traffic(layout: Layout) -> Iterator[str]:
 
 def _pipeline(layout: Layout) -> Iterator[str]:
     estimate, config = layout.estimate, layout.config
-    if layout.shape.grid.pipeline > 1:
-        alive = ", ".join(str(rank.micro_batches) for rank in layout.memory.ranks[:_MOST_RANKS])
+    if layout.sizes.grid.pipeline > 1:
+        in_flight = ", ".join(str(rank.micro_batches) for rank in layout.memory.ranks[:_MOST_RANKS])
         more = " ..." if len(layout.memory.ranks) > _MOST_RANKS else ""
         count = f"{config.accumulation} micro-batches, bubble {estimate.bubble:.1%}"
-        yield f"  pipeline         {count}; in flight at most, by rank: {alive}{more}"
+        yield f"  pipeline         {count}; in flight at most, by rank: {in_flight}{more}"
     parts = {"computing": estimate.computing, "waiting": estimate.waiting, "sending": estimate.sending.total}
     times = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in parts.items())
     speed = "{:,.0f} tokens/s/GPU, MFU {:.0%}".format(*speed_of(layout))
@@ -274,25 +273,25 @@ def _pipeline(layout: Layout) -> Iterator[str]:
 def _experts(report: PlanReport) -> str:
     lines = ["Expert parallelism in this layout, all else equal", ""]
     for size, total, weights in by_expert_size(report.shown):
-        held = f"{binary_size(total):>9} a GPU, of which experts' weights {binary_size(weights)}"
-        lines.append(f"  EP {size:<4} {held}")
+        text = f"{binary_size(total):>9} a GPU, of which experts' weights {binary_size(weights)}"
+        lines.append(f"  EP {size:<4} {text}")
     return "\n".join(lines) if len(lines) > 3 else ""
 
 
 def _assumptions(report: PlanReport) -> str:
     device, search = report.search.device, report.search
-    rate = device.peak(report.shown.shape.width) / 1e12
+    rate = device.peak(report.shown.sizes.element_bytes) / 1e12
     lines = [
         "Assumed",
         "",
         *([f"  not given, so assumed: {'; '.join(report.assumed)}"] if report.assumed else []),
         f"  {device.name}: {rate:.0f} TFLOP/s at its peak, of which matmuls reach {search.efficiency:.0%} (--efficiency), less for "
         f"small matrices; {device.link / 1e9:.0f} GB/s between GPUs of a machine, {device.network / 1e9:.0f} GB/s between machines",
-        "  tensor and expert parallelism wait for what they send; messages of the pipeline are hidden; gradients are hidden behind the "
-        "last backward with --overlap-grad-reduce",
-        "  5 % of the memory and 1 GiB are left for the driver, NCCL, workspaces of cuBLAS and torch's gaps between tensors; attention keeps no scores (flash); experts are equally busy",
-        "  bytes are within 5 % of what was measured in make plan-check; times are estimates, good for comparing layouts: measure "
-        "with pentatron bench",
+        "  communication of tensor and expert parallelism is exposed; pipeline messages are overlapped; gradient reduction is overlapped with "
+        "the last backward with --overlap-grad-reduce",
+        "  5 % of the memory and 1 GiB are reserved for the driver, NCCL, cuBLAS workspaces and fragmentation; attention saves no scores (flash); experts are balanced",
+        "  bytes are within 5 % of measurements (make plan-check); times are estimates for comparing layouts: measure them with "
+        "pentatron bench",
     ]
     return "\n".join(lines)
 
@@ -301,11 +300,11 @@ def _command(layout: Layout, which: str) -> str:
     search = layout.search
     lines = [f"To train {which}", "", *(f"  {line}" for line in training_command_lines(layout))]
     if not _has_data_flags(search):
-        lines.append("  (with your own data: --data-path PREFIX instead of --mock-data)")
+        lines.append("  (for your own data: --data-path PREFIX instead of --mock-data)")
     if search.world > search.per_machine:
         machines = f"each of {search.world // search.per_machine} machines"
-        where = f"on {machines}, with MASTER the host name of the first"
-        lines.append(f"  {where}; `pentatron launch slurm` writes a job")
+        where = f"on {machines}, where MASTER is the host name of the first"
+        lines.append(f"  {where}; `pentatron launch slurm` writes a job script")
     return "\n".join(lines)
 
 
@@ -315,8 +314,8 @@ def training_command_lines(layout: Layout) -> list[str]:
     launcher = f"pentatron train --nproc-per-node {search.world}"
     if search.world > search.per_machine:
         nodes = f"--nnodes {-(-search.world // search.per_machine)} --nproc_per_node {search.per_machine}"
-        meeting = "--rdzv_backend c10d --rdzv_endpoint $MASTER:29500"
-        launcher = f"torchrun {nodes} {meeting} -m pentatron train"
+        rendezvous = "--rdzv_backend c10d --rdzv_endpoint $MASTER:29500"
+        launcher = f"torchrun {nodes} {rendezvous} -m pentatron train"
     lines = [launcher, *(line for part in command_words(layout) for line in _wrapped(part))]
     continued = [f"{line} {chr(92)}" for line in lines[:-1]] + lines[-1:]
     return [f"{'    ' if i else ''}{line}" for i, line in enumerate(continued)]
@@ -343,11 +342,11 @@ def _has_data_flags(search: Search) -> bool:
 def command_words(layout: Layout) -> tuple[list[str], list[str]]:
     """Returns the flags of the layout, and all others, without the number of processes."""
     search, draft = layout.search, layout.search.draft
-    layout_settings = {n: v for n, v in layout.settings.items() if v != table()[n].default}
+    layout_settings = {n: v for n, v in layout.settings.items() if v != all_settings()[n].default}
     layout_settings |= _overrides_of_files(layout)
     if "micro_batch_size" not in layout.settings and draft.given("micro_batch_size"):
         layout_settings["micro_batch_size"] = draft.micro_batch_size
-    from_flags = [n for n in table() if draft.by_flag(n)]
+    from_flags = [n for n in all_settings() if draft.by_flag(n)]
     others = {n: getattr(draft, n) for n in from_flags if n not in (*LAYOUT_SETTINGS, *_NOT_COPIED)}
     others |= {} if _has_data_flags(search) else {"mock_data": True}
     others["train_iters"] = draft.train_iters if draft.given("train_iters") else _STEPS
@@ -368,6 +367,6 @@ def _overrides_of_files(layout: Layout) -> dict[str, Any]:
 def _flag_words(settings: Mapping[str, Any]) -> list[str]:
     words: list[str] = []
     for name, value in settings.items():
-        item, values = table()[name], value if isinstance(value, tuple) else (value,)
+        item, values = all_settings()[name], value if isinstance(value, tuple) else (value,)
         words += [item.written(value)] if isinstance(value, bool) else [item.flag, *map(str, values)]
     return words

@@ -22,72 +22,76 @@ from pentatron.text import format_abbreviated, format_count, plural
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from pentatron.data.prepare import Counts, Outcome, PrepareJob
+    from pentatron.data.prepare import Counts, PrepareJob, PrepareOutcome
 
 _PADDED = "the vocabulary is padded by the model, not in the data"
-_NO_SPLITTER = "there is no sentence splitter here"
+_NO_SPLITTER = "this command does not split sentences"
 
 
 @dataclass(frozen=True)
 class InputOptions(Options):
     input: tuple[str, ...] = option(
         (),
-        ".jsonl (one object per line) or .txt, also with .gz or .zst behind; patterns such as 'data/*.jsonl' too",
+        "text files: .jsonl (one object per line) or .txt, optionally compressed (.gz, .zst); glob patterns are accepted",
         value="FILE ...",
-        missing="name the files with the text",
+        missing="name the text files",
     )
     output_prefix: str = option(
-        "", "the output is PREFIX_<key>_document", value="PREFIX", missing="name where the result goes"
+        "", "prefix of the output PREFIX_<key>_document", value="PREFIX", missing="name the output"
     )
     json_keys: tuple[str, ...] = option(
         ("text",),
-        "texts to take from each object, one pair of files each; a list is taken as ready-made sentences",
+        "keys to tokenize, one output pair per key; a list value is a list of sentences",
         value="KEY ...",
     )
-    text_documents: str = option("file", "what one document of a .txt is", choices=TEXT_DOCUMENTS)
+    text_documents: str = option("file", "document boundaries in .txt files", choices=TEXT_DOCUMENTS)
     append_eod: bool = option(False, "append the end-of-document id to every document")
-    split_sentences: bool = option(False, "lists of sentences only; the output is PREFIX_<key>_sentence")
+    split_sentences: bool = option(False, "require lists of sentences; the output is PREFIX_<key>_sentence")
     skip_bad_lines: bool = option(
-        False, "skip lines that are not such an object, count them and print the first"
+        False, "skip lines that are not JSON objects with the keys, count them and print the first"
     )
 
 
 @dataclass(frozen=True)
 class TokenizerOptions(Options):
     tokenizer_type: str = option(
-        "", ", ".join(TOKENIZER_TYPES), value="TYPE", missing=f"it is one of {', '.join(TOKENIZER_TYPES)}"
+        "",
+        f"type of the tokenizer: {', '.join(TOKENIZER_TYPES)}",
+        value="TYPE",
+        missing=f"give one of {', '.join(TOKENIZER_TYPES)}",
     )
     tokenizer_model: str | None = option(
-        None, "tokenizer.json, a .model file, the folder that holds it, or a model of the hub", value="PATH"
+        None, "tokenizer.json or .model file, its folder, or a model of the hub", value="PATH"
     )
     vocab_file: str | None = option(None, "vocab.json of GPT-2", value="PATH")
     merge_file: str | None = option(None, "merges.txt of GPT-2", value="PATH")
-    vocab_size: int | None = option(None, "for NullTokenizer")
+    vocab_size: int | None = option(None, "vocabulary size for NullTokenizer")
 
 
 @dataclass(frozen=True)
 class WorkOptions(Options):
     workers: int | None = option(None, "tokenizer processes (one for each core)", limit=ONE_OR_MORE)
     log_interval: int | None = option(
-        None, "without a terminal: a line every N documents (a line every ten seconds)"
+        None,
+        "documents between progress lines, instead of a progress bar (a line every ten seconds without terminal)",
     )
-    overwrite: bool = option(False, "replace an output of other inputs or settings")
+    overwrite: bool = option(False, "overwrite output that was made from other inputs or settings")
 
 
 @dataclass(frozen=True)
 class IdleOptions(Options):
-    """Flags of other preprocessing programs that have no effect here, with the reason."""
+    """Flags of other preprocessing programs that have no effect, with the reason."""
 
-    partitions: int | None = option(None, "", notice="the input is cut into chunks as it is read")
+    partitions: int | None = option(None, "", notice="the input is split into chunks while it is read")
     keep_sequential_samples: bool = option(False, "", notice="documents always keep their order")
-    keep_newlines: bool = option(False, "", notice=f"{_NO_SPLITTER}, texts stay as they are")
+    keep_newlines: bool = option(False, "", notice=f"{_NO_SPLITTER}, so texts are unchanged")
     lang: str | None = option(None, "", notice=_NO_SPLITTER)
-    chunk_size: int | None = option(None, "", notice="chunks are cut by bytes")
+    chunk_size: int | None = option(None, "", notice="the size of chunks is fixed in bytes")
     make_vocab_size_divisible_by: int | None = option(None, "", notice=_PADDED)
     tensor_model_parallel_size: int | None = option(None, "", notice=_PADDED)
-    rank: int | None = option(None, "", notice="preparing is not distributed")
-    dataset_impl: str | None = option(None, "", notice="there is one format")
-    vocab_extra_ids: int | None = option(None, "", notice="the tokenizer's own ids are used")
+    rank: int | None = option(None, "", notice="data is prepared on one machine")
+    dataset_impl: str | None = option(None, "", notice="there is only one output format")
+    vocab_extra_ids: int | None = option(None, "", notice="the ids of the tokenizer are used")
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,8 @@ class PrepareOptions(IdleOptions, WorkOptions, TokenizerOptions, InputOptions):
 USAGE = f"""usage: pentatron prepare --input FILE ... --output-prefix PREFIX --tokenizer-type TYPE [...]
 
 Turns text into the .bin/.idx pairs that --data-path takes: PREFIX_text_document.bin, .idx and .meta (checksums and the tokenizer's
-fingerprint). The output is the same for any number of workers, appears whole or not at all, and the same command resumes after an interruption.
+fingerprint). The output is the same for any number of workers and appears only when it is complete. The same command resumes after
+an interruption.
 
 {options_help(InputOptions)}
 
@@ -106,7 +111,9 @@ fingerprint). The output is the same for any number of workers, appears whole or
 
 {options_help(WorkOptions)}
 """
-_NO_SEARCH = "is not available; one worker for each core is the default and, usually the best"
+_NO_SEARCH = (
+    "is not available; use --workers N, or the default of one worker per core, which is usually fastest"
+)
 _NO_TIKTOKEN = "is not available; use --tokenizer-type HuggingFaceTokenizer with the model's tokenizer.json"
 _TIKTOKEN = ("tiktoken-pattern", "tiktoken-num-special-tokens", "tiktoken-special-tokens")
 REFUSED = {
@@ -123,7 +130,7 @@ def prepare_command(words: Sequence[str]) -> int:
     from pentatron.data.prepare import PrepareJob, prepare
 
     ignore_output_errors()
-    stray = "'{word}' is no flag; write --input {word}"
+    stray = "'{word}' is not a flag; write --input {word}"
     options, _ = parse_options(PrepareOptions, words, "pentatron prepare", REFUSED, stray)
     for notice in options_without_effect(options):
         say(f"note: {notice}")
@@ -144,7 +151,7 @@ def prepare_command(words: Sequence[str]) -> int:
         with closing(_open_progress(options.log_interval or 0)) as progress:
             outcome = prepare(job, progress.report, progress.say)
     except KeyboardInterrupt:
-        print_error("stopped; the same command resumes where this one stopped")
+        print_error("stopped; the same command resumes from here")
         return 130
     _print_summary(job, outcome)
     return 0
@@ -167,14 +174,14 @@ def _resolve_tokenizer(name: str | None) -> str | None:
     return str(folder)
 
 
-def _print_summary(job: "PrepareJob", outcome: "Outcome") -> None:
+def _print_summary(job: "PrepareJob", outcome: "PrepareOutcome") -> None:
     from pentatron.data.indexed import IndexedDataset
     from pentatron.data.inspect import document_lengths, histogram_lines
 
     if outcome.already_there:
         names = ", ".join(map(str, job.outputs))
         same = "already prepared from the same inputs with the same settings"
-        say(f"{names}: {same} (--overwrite does it again)")
+        say(f"{names}: {same} (--overwrite prepares them again)")
     else:
         counts = outcome.counts
         speed = outcome.tokens_now / max(outcome.seconds, 1e-9)
@@ -183,9 +190,9 @@ def _print_summary(job: "PrepareJob", outcome: "Outcome") -> None:
         rate = f"{speed:,.0f} tokens/s, {job.workers} {plural(job.workers, 'worker')}"
         say(f"{done} in {outcome.seconds:.1f} s ({rate}){resumed}")
         if counts.blank_lines:
-            say(f"{format_count(counts.blank_lines, 'blank line')} left out")
+            say(f"{format_count(counts.blank_lines, 'blank line')} skipped")
         if counts.bad_lines:
-            lines = [f"{format_count(counts.bad_lines, 'bad line')} left out, the first:", *outcome.bad]
+            lines = [f"{format_count(counts.bad_lines, 'bad line')} skipped, the first:", *outcome.bad]
             say("\n  ".join(lines))
     for prefix in job.outputs:
         lengths = document_lengths(IndexedDataset(prefix))

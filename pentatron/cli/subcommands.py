@@ -10,7 +10,7 @@ from pentatron.monitor.terminal import OutputLost
 from pentatron.settings.command_line import did_you_mean
 
 T = TypeVar("T", bound=Options)
-_NAMED = {"checkpoint": "a checkpoint", "data": "the data to use"}
+_NAMED = {"checkpoint": "a checkpoint", "data": "a prefix of data"}
 
 
 def parse_options_and_paths(
@@ -20,7 +20,7 @@ def parse_options_and_paths(
     group = call.partition(" ")[0]
     options, paths = parse_options(cls, words, f"pentatron {group}")
     if len(paths) < least or (most is not None and len(paths) > most):
-        raise UserError(f"name {_NAMED[group]}: pentatron {call}")
+        raise UserError(f"expected {_NAMED[group]}: pentatron {call}")
     return options, paths
 
 

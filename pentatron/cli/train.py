@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from pentatron.cli import environment
 from pentatron.cli.configure import Prepared, prepare
-from pentatron.cli.environment import Worker
+from pentatron.cli.environment import RankInfo
 from pentatron.cli.output import print_error, say
 from pentatron.cli.worker import BEGAN, current_worker
 from pentatron.cli.worker_errors import check_memory, failure_log_message, report_error
@@ -73,7 +73,7 @@ def train(
     if prepared.worker is not None:
         return _work(prepared, entry.resumes, prepared.worker, program, began)
     if not needs_launcher(prepared):
-        return _work(prepared, entry.resumes, Worker(0, 1, 0, 1, "none"), program, began)
+        return _work(prepared, entry.resumes, RankInfo(0, 1, 0, 1, "none"), program, began)
     return launch_workers(prepared, [*restart, *(words if typed is None else typed)])
 
 
@@ -92,15 +92,15 @@ def check_spec(resolved: Resolved) -> None:
         return
     if not resolved.given("spec"):
         # Security: a checkpoint is data, so it must not choose which code runs.
-        own = "the model that is loaded has layers of its own, which are code"
-        raise UserError(f"{own}; if you trust them, add --spec {' '.join(config.model.spec)}")
+        own = "the loaded model uses a custom layer spec, which is code"
+        raise UserError(f"{own}; if you trust it, add --spec {' '.join(config.model.spec)}")
     from pentatron.models.layer_specs import check_user_spec
 
     check_user_spec(config.model, config.moe)
 
 
 @contextmanager
-def joined_process_group(prepared: Prepared, worker: Worker) -> "Iterator[tuple[World, Resolved]]":
+def joined_process_group(prepared: Prepared, worker: RankInfo) -> "Iterator[tuple[World, Resolved]]":
     """Joins the process group of the run; yields the world and the settings with the device's notices."""
     import torch
 
@@ -139,21 +139,21 @@ def joined_process_group(prepared: Prepared, worker: Worker) -> "Iterator[tuple[
         open_world(config.grid, *ranks, device, timeout, config.shared(), point, status) as world,
     ):
         all_joined()
-        run_on_some_ranks(world.uses_nccl, lambda: check_nccl_interface(os.environ), world.everyone)
+        run_on_some_ranks(world.uses_nccl, lambda: check_nccl_interface(os.environ), world.all_ranks)
         on_gpu = world.device.type == "cuda"
         notes = environment_notices(given, os.environ, on_gpu, world.uses_nccl, worker.world_size == 1)
         yield world, prepared.resolved.with_notices(notes)
 
 
 @contextmanager
-def _heartbeats(status: RankStatus, config: RunConfig, worker: Worker) -> "Iterator[None]":
+def _heartbeats(status: RankStatus, config: RunConfig, worker: RankInfo) -> "Iterator[None]":
     """Sends heartbeats to pentatron's launcher or, under another launcher, to the other ranks."""
     from pentatron.supervise.hang import HangLimits, PeerWatchdog
 
     supervised = current_worker()
     limits = HangLimits(config.launch.heartbeat_timeout, config.launch.distributed_timeout_minutes * 60)
     if supervised is not None or worker.world_size == 1 or config.launch.heartbeat_timeout == 0:
-        with running_heartbeat(None if supervised is None else supervised.heart(status, limits)):
+        with running_heartbeat(None if supervised is None else supervised.heartbeat_writer(status, limits)):
             yield
         return
     folder = Path(config.run.run_dir)
@@ -199,7 +199,9 @@ def launcher_pid() -> int | None:
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
-def _work(prepared: Prepared, resumes: bool, worker: Worker, program: "Program | None", began: float) -> int:
+def _work(
+    prepared: Prepared, resumes: bool, worker: RankInfo, program: "Program | None", began: float
+) -> int:
     """Trains on this rank; returns the exit code."""
     from pentatron.train.model import CONFIGURED
     from pentatron.train.session import open_session
@@ -253,9 +255,9 @@ def launch_workers(prepared: Prepared, python_words: Sequence[str]) -> int:
         require_gpu()
     folder.create()
     inherited = environment.set_worker_environment(config.launch.threads_per_process)
-    told = f" with {', '.join(inherited)}" if inherited else ""
+    environment_note = f" with {', '.join(inherited)}" if inherited else ""
     limits = HangLimits(config.launch.heartbeat_timeout, config.launch.distributed_timeout_minutes * 60)
-    say(f"starting {ranks} {plural(ranks, 'process')}{told} ...")
+    say(f"starting {ranks} {plural(ranks, 'process')}{environment_note} ...")
     with handle_signals(ReceivedSignals()) as signals:
 
         def attempt(restart: int) -> "JobResult":
@@ -312,21 +314,23 @@ def _print_next_commands(config: RunConfig, folder: RunFolder) -> None:
     spec = f" --spec {' '.join(map(quote, config.model.spec))}" if config.model.spec else ""
     if folder.sample.exists():
         path = quote(str(folder.path))
-        ideas.append((f'{program} generate {path} "import "{spec}', "continue a text of yours"))
+        ideas.append((f'{program} generate {path} "import "{spec}', "continue your own text"))
     elif config.checkpoint.load and config.checkpoint.save and _saved_step(config) is not None:
         # Checkpoints may lie outside the run folder (--save), and --skip-train with --load saves none.
         saved = quote(os.path.relpath(config.checkpoint.save))
         if config.data.tokenizer_model is not None:
-            ideas.append((f'{program} generate {saved} "Once upon a time"{spec}', "continue a text of yours"))
+            ideas.append((f'{program} generate {saved} "Once upon a time"{spec}', "continue your own text"))
         exported = quote(f"exported/{folder.path.name}")
         if not spec:
-            ideas.append((f"{program} export {saved} {exported}", "a Hugging Face folder of it"))
-    ideas.append((f"{program} train --help", "every setting, by group"))
+            ideas.append((f"{program} export {saved} {exported}", "export to Hugging Face format"))
+    ideas.append((f"{program} train --help", "list all settings by group"))
     if config.data.corpus is not None:
         wide = quote(f"{folder.path}-wide")
-        ideas.append((f"{program} train --run-dir {wide} --hidden-size 256", "another run beside this one"))
+        ideas.append(
+            (f"{program} train --run-dir {wide} --hidden-size 256", "a wider model in a second run folder")
+        )
     width = max(len(command) for command, _ in ideas)
     lines = [f"  {command:<{width}}  # {meaning}" for command, meaning in ideas]
-    say("\n".join(["\nwhat to try next:", *lines]))
+    say("\n".join(["\nnext steps:", *lines]))
     if folder.curve.exists():
-        say(f"  and look at {folder.curve}: the loss curve, in any browser")
+        say(f"  loss curve: {folder.curve} (open it in a browser)")

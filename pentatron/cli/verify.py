@@ -20,11 +20,11 @@ from pentatron.settings.run_config import RunConfig
 from pentatron.text import plural
 
 if TYPE_CHECKING:
-    from pentatron.compare.verify import Verdict
+    from pentatron.compare.verify import LayoutVerdict
 
 
 @dataclass(frozen=True)
-class VerifyOptions(Options):
+class VerifyLayoutOptions(Options):
     shrink_data: bool = option(
         False,
         "reduce the data-parallel size to 2, or to the smallest that can hold the experts, for layouts too large for this machine",
@@ -33,13 +33,13 @@ class VerifyOptions(Options):
     json: bool = option(False, "print JSON")
 
 
-USAGE = f"""{usage("pentatron verify", VerifyOptions, "[--setting value ...]")}
+USAGE = f"""{usage("pentatron verify", VerifyLayoutOptions, "[--setting value ...]")}
 
 Trains a small model of the same structure for a few steps, in the layout of the settings and on one process, and
 compares losses, gradient norms, every gradient and every weight. It runs on this machine's CPU and reads no data. Ends
 with code 0 if all numbers agree, with 1 if any differs.
 
-{options_help(VerifyOptions)}
+{options_help(VerifyLayoutOptions)}
 
   pentatron verify --tp_size 2 --pp_size 2
   pentatron verify --preset llama3-8b --tp_size 4 --sequence-parallel --dp_size 2 --zero-stage 2
@@ -48,7 +48,7 @@ _MOST_PROCESSES = 16
 _MOST_ROWS = 8
 _TIMEOUT_MINUTES = 5.0
 _WORKER = "--worker"
-VERIFY = dataclasses.replace(LAYOUT, name="pentatron verify", own=flags_of(VerifyOptions))
+VERIFY = dataclasses.replace(LAYOUT, name="pentatron verify", own=flags_of(VerifyLayoutOptions))
 _RESTART = ("-m", "pentatron", "verify")
 
 
@@ -57,7 +57,7 @@ def verify_command(words: Sequence[str], restart: Sequence[str] = _RESTART) -> i
     """Runs the command. `restart`: the words after `python` that run it again, for the workers."""
     if _WORKER in words:
         return _work(Path(words[-1]))
-    options, settings = parse_options_and_settings(VerifyOptions, words, VERIFY)
+    options, settings = parse_options_and_settings(VerifyLayoutOptions, words, VERIFY)
     full = resolve_layout(settings, VERIFY).config
     config = _small_model(full, options.shrink_data)
     if not options.json:
@@ -85,13 +85,13 @@ def _small_model(config: RunConfig, shrink: bool) -> RunConfig:
     world, smaller = of_a_replica * replicas, of_a_replica * fewest
     if world > _MOST_PROCESSES:
         can_shrink = smaller <= _MOST_PROCESSES and not shrink
-        way_out = f"add --shrink-data to run {smaller}" if can_shrink else "use smaller parallel sizes"
+        advice = f"add --shrink-data to run {smaller}" if can_shrink else "use smaller parallel sizes"
         most = f"the {_MOST_PROCESSES} that verify starts on one machine"
-        raise UserError(f"this layout needs {world} processes, more than {most}; {way_out}")
+        raise UserError(f"this layout needs {world} processes, more than {most}; {advice}")
     return small_twin(config, replicas)
 
 
-def _compare(config: RunConfig, restart: Sequence[str], quiet: bool) -> tuple["Verdict", float]:
+def _compare(config: RunConfig, restart: Sequence[str], quiet: bool) -> tuple["LayoutVerdict", float]:
     import torch
 
     from pentatron.compare import verify
@@ -123,7 +123,7 @@ def _run_ranks(world: int, python_words: Sequence[str], config: RunConfig) -> No
     if ended.stopped_by is not None:
         raise KeyboardInterrupt
     if ended.exit_code != 0:
-        raise UserError(f"the layout did not finish: {ended.story(world)}")
+        raise UserError(f"the layout did not finish: {ended.failure_message(world)}")
 
 
 def _work(folder: Path) -> int:
@@ -152,7 +152,7 @@ def _work(folder: Path) -> int:
 # --- report ---
 
 
-def _table(verdict: "Verdict", everything: bool) -> str:
+def _table(verdict: "LayoutVerdict", everything: bool) -> str:
     lines = ["largest gaps as a share of the tolerance; above 100% differs", ""]
     lines += [f"  {name:<46}{_share(ratio)}" for name, ratio in verdict.numbers()]
     rows = verdict.tensors()
@@ -171,7 +171,7 @@ def _share(ratio: float) -> str:
     return f"{text:>14}"
 
 
-def _conclusion(verdict: "Verdict") -> str:
+def _conclusion(verdict: "LayoutVerdict") -> str:
     first = verdict.first
     if first is None:
         return f"the layout computes the same numbers as one process: all {len(verdict.judged)} comparisons agree"
@@ -181,7 +181,7 @@ def _conclusion(verdict: "Verdict") -> str:
     return f"{differ}; the first in the order of computation is {first.what}, {worst}"
 
 
-def _json(config: RunConfig, verdict: "Verdict") -> dict[str, Any]:
+def _json(config: RunConfig, verdict: "LayoutVerdict") -> dict[str, Any]:
     def finite(ratios: Mapping[str, float]) -> dict[str, float | None]:
         return {name: ratio if math.isfinite(ratio) else None for name, ratio in ratios.items()}
 

@@ -62,22 +62,22 @@ class SupervisedWorker:
         faulthandler.enable(crash.open("w", encoding="utf-8"))
         faulthandler.register(STACKS_SIGNAL, stacks.open("w", encoding="utf-8"))
 
-    def heart(self, where: RankStatus, limits: HangLimits) -> HeartbeatWriter:
+    def heartbeat_writer(self, status: RankStatus, limits: HangLimits) -> HeartbeatWriter:
         """Returns the heartbeat that reports the status of this rank to the launcher."""
         path, host = heartbeat_path(self.folder, self.rank), socket.gethostname()
-        check = _OrphanWatchdog(self, where, limits).check
-        return HeartbeatWriter(path, self.rank, host, where, _HEARTBEAT_SECONDS, at_pulse=check)
+        check = _OrphanWatchdog(self, status, limits).check
+        return HeartbeatWriter(path, self.rank, host, status, _HEARTBEAT_SECONDS, on_beat=check)
 
-    def finished(self) -> None:
+    def record_finished(self) -> None:
         """Records that this rank completed its work, which exit code 0 alone does not prove."""
         with contextlib.suppress(OSError):
             mark_done(self.folder, self.rank)
 
-    def lost(self, sentence: str) -> None:
+    def record_lost_rank(self, sentence: str) -> None:
         """Records a failure that the loss of another rank caused; only that rank's error is printed."""
         self._write("lost", f"{sentence}\n")
 
-    def failed(self, error: BaseException) -> None:
+    def record_failure(self, error: BaseException) -> None:
         """Records the stack trace of an exception for the launcher."""
         text = "".join(traceback.format_exception(error))
         is_consequence = isinstance(error, RuntimeError) and collective_error(str(error), 0) is not None
@@ -90,7 +90,7 @@ class SupervisedWorker:
             # The launcher has died and removed the folder, so it cannot print the record.
             sys.stderr.write(text)
 
-    def leave(self) -> None:
+    def remove_orphaned_folder(self) -> None:
         """Removes the folder of the job if the launcher, which normally does, has died."""
         if os.getppid() != self.launcher:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -99,8 +99,8 @@ class SupervisedWorker:
 class _OrphanWatchdog:
     """Kills the job if its launcher has died and this rank hangs; a healthy orphan stops at its next step."""
 
-    def __init__(self, worker: SupervisedWorker, where: RankStatus, limits: HangLimits) -> None:
-        self.worker, self.where = worker, where
+    def __init__(self, worker: SupervisedWorker, status: RankStatus, limits: HangLimits) -> None:
+        self.worker, self.status = worker, status
         # --heartbeat-timeout 0 turns off the launcher's hang detection, but an orphan has nothing else to end
         # it: None stands for the automatic limit.
         self.limits = limits if limits.heartbeat != 0 else replace(limits, heartbeat=None)
@@ -111,10 +111,10 @@ class _OrphanWatchdog:
         """Called at each heartbeat, by the heartbeat thread, because the main thread may hang."""
         if os.getppid() == self.worker.launcher:
             return
-        progress = (self.where.step, self.where.calls)
+        progress = (self.status.step, self.status.calls)
         if progress != self._progress:
             self._progress, self._since = progress, time.monotonic()
-        elif time.monotonic() - self._since > self.limits.of(self.where):
+        elif time.monotonic() - self._since > self.limits.progress_timeout(self.status):
             self._kill_job()
 
     def _kill_job(self) -> None:

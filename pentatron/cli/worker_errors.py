@@ -3,7 +3,7 @@
 import re
 from typing import TYPE_CHECKING
 
-from pentatron.cli.environment import Worker
+from pentatron.cli.environment import RankInfo
 from pentatron.cli.output import print_error
 from pentatron.cli.worker import current_worker
 from pentatron.errors import AgreedError, UserError
@@ -32,11 +32,13 @@ def nondeterminism_error(error: RuntimeError) -> UserError | None:
     match = re.search(rf"(\S+)[^.]*{_NONDETERMINISTIC}", str(error))
     if match is None:
         return None
-    problem = f"{match[1]} {_NONDETERMINISTIC} on this device, and the run needs it"
-    return UserError(f"--deterministic-mode: {problem}; leave the flag out, or the setting that asks for it")
+    problem = f"{match[1]} {_NONDETERMINISTIC} on this device"
+    return UserError(
+        f"--deterministic-mode: {problem}; leave out the flag, or the setting that requires this kernel"
+    )
 
 
-def check_memory(config: RunConfig, device: "torch.device", worker: Worker) -> None:
+def check_memory(config: RunConfig, device: "torch.device", worker: RankInfo) -> None:
     """Estimates the memory of this rank: warns if it may run out, and raises if the run cannot fit.
 
     Called before the rendezvous, so that no rank waits for one that was refused. Ranks of the same pipeline
@@ -62,7 +64,7 @@ def check_memory(config: RunConfig, device: "torch.device", worker: Worker) -> N
     for verdict in filter(None, verdicts):
         if verdict.impossible:
             refusal = UserError if first_of_stage or worker.local_rank == 0 else AgreedError
-            raise refusal(f"{verdict.sentence}; to try all the same: --no-check-memory")
+            raise refusal(f"{verdict.sentence}; to start anyway: --no-check-memory")
         if first_of_stage:
             prefix = f"rank {worker.rank}: " if config.grid.pipeline > 1 else ""
             print_error(f"warning: {prefix}{verdict.sentence}")
@@ -101,7 +103,7 @@ def _first_line(error: BaseException) -> str:
     return text.split(". GPU ")[0].split(" If reserved but")[0].rstrip(".")
 
 
-def report_error(error: BaseException, config: RunConfig, worker: Worker) -> int | None:
+def report_error(error: BaseException, config: RunConfig, worker: RankInfo) -> int | None:
     """Prints the message for an error of this rank and returns its exit code; None: it needs a traceback.
 
     An `AgreedError` was raised on all ranks, so only rank 0 prints it.
@@ -122,7 +124,7 @@ def report_error(error: BaseException, config: RunConfig, worker: Worker) -> int
     if worker.world_size == 1 or lost is None:
         return None
     if (supervised := current_worker()) is not None:
-        supervised.lost(str(lost))
+        supervised.record_lost_rank(str(lost))
     else:
         _print_lost_ranks(lost, worker)
     return LOST_RANK
@@ -150,7 +152,7 @@ def _lost_ranks(error: BaseException, config: RunConfig) -> UserError | None:
     return collective_error(str(error), minutes) if isinstance(error, RuntimeError) else None
 
 
-def _print_lost_ranks(error: UserError, worker: Worker) -> None:
+def _print_lost_ranks(error: UserError, worker: RankInfo) -> None:
     print_error(f"rank {worker.rank}: {error}")
     spans_machines = worker.local_size < worker.world_size
     if isinstance(error, RendezvousError) and spans_machines and worker.local_rank == 0:

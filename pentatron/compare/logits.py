@@ -59,7 +59,7 @@ def compare_logits(checkpoint: Checkpoint, folder: Path, rounded: torch.dtype | 
         logits = _checkpoint_model(checkpoint, rounded)(tokens_BS, positions_BS)[..., : model.vocab_size]
     result = Comparison(float((logits - expected).abs().max()), float(expected.abs().max()))
     if not result.difference <= _TOLERANCE * result.largest:
-        why = "so they are not the same model and nothing was kept; please report it"
+        why = "so the conversion is wrong and its output was removed; please report this"
         raise UserError(f"{result.sentence()}, {why}")
     return result
 
@@ -76,8 +76,8 @@ def _checkpoint_model(checkpoint: Checkpoint, rounded: torch.dtype | None) -> Ca
     config, moe = saved_architecture(checkpoint)
     model = build_model(config, seed=0, device=_CPU, moe=moe).eval()
     with StepReader(checkpoint.folder, checkpoint.manifest) as step:
-        for held in sharded_parameters(model):
-            for _, fragment in fragments_of(held, held.parameter.data.view(-1)):
+        for param in sharded_parameters(model):
+            for _, fragment in fragments_of(param, param.parameter.data.view(-1)):
                 size = tuple(fragment.values.shape)
                 values = step.read(f"{WEIGHTS}{fragment.tensor}", fragment.start, size)
                 fragment.values.copy_(values if rounded is None else values.to(rounded))

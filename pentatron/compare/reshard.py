@@ -35,8 +35,8 @@ from pentatron.parallel.sharding import Fragment, fragments_in, sharded_paramete
 from pentatron.parallel.world import World
 from pentatron.settings.entry_points import EntryPoint
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.run_config import RunConfig, table
-from pentatron.settings.settings import Facts, Settings
+from pentatron.settings.run_config import RunConfig, all_settings
+from pentatron.settings.settings import ProcessFacts, Settings
 from pentatron.text import decimal_size, format_count
 
 _META = torch.device("meta")
@@ -71,8 +71,8 @@ def _bucket_shares(stages: Mapping[int, CausalLM], world: World, config: RunConf
     plans = plan_stage_buckets(stages, world, config.parallel.ddp_bucket_size)
     for plan in itertools.chain.from_iterable(plans.values()):
         share = plan.own_share()
-        for piece, fragment in plan.pieces(share, torch.empty(len(share), device=_META), share.first):
-            if world.is_first_of(piece.replicated_over):
+        for shard, fragment in plan.fragments(share, torch.empty(len(share), device=_META), share.first):
+            if world.is_first_of(shard.replicated_over):
                 yield fragment
 
 
@@ -81,12 +81,12 @@ def _zero3_shards(stages: Mapping[int, CausalLM], world: World) -> Iterator[Frag
     # Imported late, because FSDP imports torch's compiler, which other layouts do not need.
     from pentatron.parallel.zero3 import SHARD_AXES, shard_bounds
 
-    for held in itertools.chain.from_iterable(sharded_parameters(stage) for stage in stages.values()):
-        shared, instances = SHARD_AXES[held.declared.copies]
+    for param in itertools.chain.from_iterable(sharded_parameters(stage) for stage in stages.values()):
+        shared, instances = SHARD_AXES[param.declared.replica_axis]
         group = world.group(shared)
-        start, size = shard_bounds(tuple(held.parameter.shape), group.rank, group.size)
-        for piece, fragment in fragments_in(held, torch.empty(size, device=_META), start):
-            if world.is_first_of({instances, *piece.replicated_over}):
+        start, size = shard_bounds(tuple(param.parameter.shape), group.rank, group.size)
+        for shard, fragment in fragments_in(param, torch.empty(size, device=_META), start):
+            if world.is_first_of({instances, *shard.replicated_over}):
                 yield fragment
 
 
@@ -99,14 +99,14 @@ ENTRY = EntryPoint(
 _COUNTS = ("world_size", "nproc_per_node")
 # Sections that determine what the ranks hold. All others are copied as saved.
 _MODEL_SECTIONS = ("model", "moe", "precision", "optim")
-_OWN_MODEL = "is it a model of a program of your own? Such a step is loaded as it is, in any layout"
+_OWN_MODEL = "if a program of your own saved it, load it without resharding: any layout can"
 _OF_RANK = re.compile(r".*/rank-(\d+)")
 
 
 def layout_for(source: Checkpoint, words: Sequence[str]) -> RunConfig:
     """Returns the configuration of a step in the layout of the flags; sizes that are not given are 1."""
     draft = gather(words, ENTRY)
-    for name, item in table().items():
+    for name, item in all_settings().items():
         if draft.given(name) and item.section != "parallel" and name not in _COUNTS:
             taken = "reshard takes the flags of the layout (pentatron checkpoint reshard --help)"
             raise UserError(f"{item.flag} does not change the files; {taken}")
@@ -114,9 +114,11 @@ def layout_for(source: Checkpoint, words: Sequence[str]) -> RunConfig:
     settings = Settings.defaults(**saved)
     if settings.spec:
         # A checkpoint must not name code to run.
-        layers = f"layers of its own (--spec {' '.join(settings.spec)}), which only the run itself can shard"
+        layers = (
+            f"a custom layer spec (--spec {' '.join(settings.spec)}), which only a training run can shard"
+        )
         raise UserError(f"{source.folder} has {layers}; it can be loaded in any layout without resharding")
-    for name, item in table().items():
+    for name, item in all_settings().items():
         # Padding depends on the layout and is not stored in a step.
         if item.section in _MODEL_SECTIONS and name in saved and name != "padded_vocab_size":
             draft.assign(f"{source.folder}", **{name: saved[name]})
@@ -128,7 +130,7 @@ def layout_for(source: Checkpoint, words: Sequence[str]) -> RunConfig:
     if world is None:
         world = draft.tensor_model_parallel_size * draft.pipeline_model_parallel_size
         world *= draft.context_parallel_size * (draft.data_parallel_size or 1)
-    return resolve(draft, Facts(max(1, world), max(1, world))).config
+    return resolve(draft, ProcessFacts(max(1, world), max(1, world))).config
 
 
 def reshard(source: Checkpoint, out: Path, config: RunConfig, display: Display) -> tuple[Path, str]:
@@ -168,8 +170,8 @@ def _contents(source: Checkpoint, config: RunConfig) -> Iterator[tuple[str, list
             for name in _sharded_alike(fragment.tensor, kinds, manifest):
                 if manifest.tensors[name].shape != tuple(fragment.shape):
                     held = f"{name} as {list(manifest.tensors[name].shape)}"
-                    said = f"its settings say {list(fragment.shape)}"
-                    raise UserError(f"{source.folder} holds {held}, and {said}; {_OWN_MODEL}")
+                    said = f"its settings require {list(fragment.shape)}"
+                    raise UserError(f"{source.folder} has {held}, but {said}; {_OWN_MODEL}")
                 rectangles.append((name, start, size))
                 placed.add(name)
         own = {name: r.shape for name, r in manifest.tensors.items() if _writer(name, world) == rank}
@@ -208,4 +210,4 @@ def _require_equal(source: ComparedTensors, step: Path, display: Display) -> Non
             result = compare_tensor(name, source, other, progress.add)
             if not result.is_equal:
                 held = f"{source.name} holds ({result.sentence()})"
-                raise UserError(f"what was written is not what {held}; check the disk and try again")
+                raise UserError(f"the step that was written differs: {held}; check the disk and try again")

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from pentatron.data.gpt_dataset import SyntheticDataset
 from pentatron.data.loader import build_loader
-from pentatron.data.sampling import Boundaries, boundaries_of
+from pentatron.data.sample_index import Boundaries, boundaries_of
 from pentatron.nn.init import normal_region
 from pentatron.optim.build import AnyOptimizer, build_optimizer
 from pentatron.optim.loss_scale import LossScaler
-from pentatron.optim.schedule import learning_rate
+from pentatron.optim.lr_schedules import learning_rate
 from pentatron.parallel.sharding import Fragment, region, sharded_parameters
 from pentatron.parallel.world import World
 from pentatron.settings.run_config import RunConfig
@@ -28,11 +28,11 @@ from pentatron.train.step import evaluate, train_step
 from pentatron.train.step_hooks import digest
 
 STEPS = 5
-NUMBERS = 1e-5
-GRADIENTS = {1: 1e-5, STEPS: 1e-4}
-WEIGHTS = 1e-4
+SCALAR_TOLERANCE = 1e-5
+GRADIENT_TOLERANCES = {1: 1e-5, STEPS: 1e-4}
+WEIGHT_TOLERANCE = 1e-4
 # A tensor with a small gradient is judged relative to this share of the norm of the whole gradient.
-SMALL = 1e-3
+SMALL_GRADIENT = 1e-3
 
 # A fragment for the process that compares: name, logical shape, start, values.
 SentFragment = tuple[str, tuple[int, ...], tuple[int, ...], Tensor]
@@ -51,7 +51,7 @@ class Trajectory:
     fragments: dict[str, list[SentFragment]] = field(default_factory=dict)
     validation: float = 0.0
     # Digest of the bytes of every region of weights this rank holds, by name, start and shape.
-    held: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str] = field(default_factory=dict)
+    weight_digests: dict[tuple[str, tuple[int, ...], tuple[int, ...]], str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def assemble(fragments: Iterable[SentFragment]) -> dict[str, Tensor]:
         region(whole[name], start, tuple(values.shape)).copy_(values)
         region(covered[name], start, tuple(values.shape)).add_(1)
     for name, count in covered.items():
-        assert count.eq(1).all(), f"{name}: some elements are there {count.min()} to {count.max()} times"
+        assert count.eq(1).all(), f"{name}: some elements are covered {count.min()} to {count.max()} times"
     return whole
 
 
@@ -100,21 +100,21 @@ def gaps(ranks: Sequence[Trajectory], reference: Trajectory) -> list[Gap]:
         result += _numbers(f"gradient norm on rank {rank}", trajectory.norms, reference.norms)
         result += _numbers(f"validation on rank {rank}", [trajectory.validation], [reference.validation])
     last = len(reference.losses)
-    for step, tolerance in ((1, GRADIENTS[1]), (last, GRADIENTS[STEPS])):
+    for step, tolerance in ((1, GRADIENT_TOLERANCES[1]), (last, GRADIENT_TOLERANCES[STEPS])):
         kind = f"gradients {step}"
         result += _tensors(kind, gather_tensors(ranks, kind), gather_tensors([reference], kind), tolerance)
     weights, expected = gather_tensors(ranks, "weights"), gather_tensors([reference], "weights")
     if weights.keys() != expected.keys():
         result.append(Gap("the set of tensors", math.inf))
     for name in [name for name in expected if name in weights]:
-        ratio = float((weights[name] - expected[name]).abs().max()) / WEIGHTS
+        ratio = float((weights[name] - expected[name]).abs().max()) / WEIGHT_TOLERANCE
         result.append(Gap(name, ratio, _bare(name), "weights"))
     return result
 
 
 def _numbers(what: str, values: Sequence[float], expected: Sequence[float]) -> Iterator[Gap]:
     for step, (f, e) in enumerate(zip(values, expected, strict=True), 1):
-        yield Gap(f"{what}, step {step}", abs(f - e) / (NUMBERS * abs(e)))
+        yield Gap(f"{what}, step {step}", abs(f - e) / (SCALAR_TOLERANCE * abs(e)))
 
 
 def _tensors(kind: str, tensors: Tensors, expected: Tensors, tolerance: float) -> Iterator[Gap]:
@@ -122,7 +122,7 @@ def _tensors(kind: str, tensors: Tensors, expected: Tensors, tolerance: float) -
     for name, g in expected.items():
         what, ratio = f"{kind}: {_bare(name)} is missing", math.inf
         if name in tensors:
-            allowed = tolerance * max(float(g.norm()), SMALL * total_norm)
+            allowed = tolerance * max(float(g.norm()), SMALL_GRADIENT * total_norm)
             what, ratio = f"{kind} of {_bare(name)}", float((tensors[name] - g).norm()) / allowed
         yield Gap(what, ratio, _bare(name), kind)
 
@@ -173,11 +173,11 @@ def run_trial(config: RunConfig, world: World) -> Trajectory:
 
 def perturb_norms_and_biases(model: ParallelModel) -> None:
     """Adds N(0, 0.1) noise to norm weights and biases, because exact ones and zeros hide mistakes."""
-    for held in (held for held in sharded_parameters(*model.stages.values()) if not held.decays):
-        for piece in held.declared.pieces:
-            noise, shape = torch.empty(piece.size), held.declared.shape
-            normal_region(7, f"{held.tensor} noise", shape, piece.start, piece.size, noise)
-            region(held.parameter.data, piece.local, piece.size).add_(0.1 * noise.to(held.parameter))
+    for param in (p for p in sharded_parameters(*model.stages.values()) if not p.decays):
+        for shard in param.declared.shards:
+            noise, shape = torch.empty(shard.size), param.declared.shape
+            normal_region(7, f"{param.tensor} noise", shape, shard.start, shard.size, noise)
+            region(param.parameter.data, shard.local, shard.size).add_(0.1 * noise.to(param.parameter))
 
 
 def train_and_record(
@@ -193,7 +193,7 @@ def train_and_record(
             keep_gradients(optimizer, trajectory, f"gradients {step + 1}")
         chunk, scale = list(itertools.islice(batches, config.accumulation)), scaler.scale
         result = train_step(model, optimizer, chunk, rate(step * batch), step, scale)
-        scaler.settle(result.updated)
+        scaler.update(result.updated)
         for _, _, _, gradients in trajectory.fragments.get(f"gradients {step + 1}", ()):
             gradients.div_(scale)
         trajectory.losses.append(result.loss)
@@ -201,8 +201,8 @@ def train_and_record(
         trajectory.tokens.append(result.tokens)
     kept = copy_fragments(optimizer.fragments(owned_only=True))
     trajectory.fragments["weights"] = [s for s in kept if s[0].startswith("weights/")]
-    held = optimizer.model_weights()
-    trajectory.held = {(f.tensor, f.start, tuple(f.values.shape)): digest(f.values) for f in held}
+    weights = optimizer.model_weights()
+    trajectory.weight_digests = {(w.tensor, w.start, (*w.values.shape,)): digest(w.values) for w in weights}
     valid = itertools.islice(micro_batches(config, world, 0), config.accumulation)
     trajectory.validation = evaluate(model, valid, config.accumulation)[0]
     return trajectory

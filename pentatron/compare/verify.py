@@ -17,8 +17,8 @@ from pentatron.parallel.world import World, single_process
 from pentatron.settings.decision_types import DeviceFacts
 from pentatron.settings.decisions import decide
 from pentatron.settings.rules import problems_of
-from pentatron.settings.run_config import RunConfig, table
-from pentatron.settings.settings import Facts, Settings
+from pentatron.settings.run_config import RunConfig, all_settings
+from pentatron.settings.settings import ProcessFacts, Settings
 
 _CHANNELS, _HIDDEN, _INNER, _VOCABULARY, _SEQUENCE = 8, 32, 48, 61, 16
 _INNER_OF_EXPERT, _INNER_OF_SHARED_EXPERT = 24, 16
@@ -102,7 +102,7 @@ def small_twin(config: RunConfig, replicas: int | None = None) -> RunConfig:
     for count in (min(config.accumulation, max(4, 2 * config.grid.pipeline)), config.accumulation):
         twin = twin.changed(global_batch_size=micro * copies * count)
         started = twin.changed(world_size=None, nproc_per_node=world)
-        started.facts = Facts(world, world)
+        started.facts = ProcessFacts(world, world)
         if not (problems := problems_of(started)):
             return RunConfig.of(twin)
     raise ConfigError(problems)
@@ -155,7 +155,7 @@ def single_process_config(config: RunConfig) -> RunConfig:
 
     The whole batch is one micro-batch, unless balancing or capacity depends on micro-batches.
     """
-    defaults = {name: table()[name].default for name in _DEFAULT_IF_ALONE} | {"data_parallel_size": 1}
+    defaults = {name: all_settings()[name].default for name in _DEFAULT_IF_ALONE} | {"data_parallel_size": 1}
     balances = "aux_loss" in loss_weights(config.moe) or config.moe.moe_expert_capacity_factor is not None
     by_micro_batch = config.moe.num_experts is not None and balances
     taken = config.train.micro_batch_size if by_micro_batch else config.train.global_batch_size
@@ -188,12 +188,12 @@ def uncompared_settings(config: RunConfig) -> list[str]:
     decisions, half = decide(config, DeviceFacts()), "bf16" if config.precision.bf16 else "fp16"
     rounds, drops = getattr(config.precision, half), config.model.attention_dropout > 0
     notes = {
-        f"{half} is left out: its rounding depends on the layout": rounds,
-        "fp8 is left out: what it rounds depends on the layout": decisions.fp8.format is not None,
-        "attention dropout is left out: what it drops depends on the layout": drops,
-        "the compiler is left out: where it rounds depends on the layout": decisions.compilation.required,
+        f"{half} is not compared: its rounding depends on the layout": rounds,
+        "fp8 is not compared: its rounding depends on the layout": decisions.fp8.format is not None,
+        "attention dropout is not compared: its mask depends on the layout": drops,
+        "the compiler is not compared: its rounding depends on the layout": decisions.compilation.required,
         "--device cuda has no effect: the comparison runs on a CPU": config.launch.device == "cuda",
-        "CUDA graphs are left out: the comparison runs on a CPU": decisions.graphs.required,
+        "CUDA graphs are not compared: the comparison runs on a CPU": decisions.graphs.required,
     }
     return [note for note, applies in notes.items() if applies]
 
@@ -207,7 +207,7 @@ def write_settings(config: RunConfig, folder: Path) -> None:
 
 def read_settings(folder: Path) -> RunConfig:
     settings: dict[str, Any] = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
-    return RunConfig.of(Settings({n: tuple(v) if table()[n].is_list else v for n, v in settings.items()}))
+    return RunConfig.of(Settings({n: tuple(v) if isinstance(v, list) else v for n, v in settings.items()}))
 
 
 def run_reference(config: RunConfig) -> Trajectory:
@@ -217,7 +217,7 @@ def run_reference(config: RunConfig) -> Trajectory:
 def run_rank(config: RunConfig, world: World, folder: Path) -> None:
     """Runs one rank of the layout and writes its trajectory into the folder."""
     trajectory = dataclasses.asdict(run_trial(config, world))
-    torch.save(trajectory, folder / f"rank-{world.everyone.rank}.pt")
+    torch.save(trajectory, folder / f"rank-{world.all_ranks.rank}.pt")
 
 
 def read_ranks(folder: Path, count: int) -> list[Trajectory]:
@@ -228,7 +228,7 @@ def read_ranks(folder: Path, count: int) -> list[Trajectory]:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LayoutVerdict:
     """The result of a comparison."""
 
     judged: Sequence[Gap]
@@ -265,5 +265,5 @@ class Verdict:
         return sorted(by_tensor.items(), key=lambda item: -max(item[1].values()))
 
 
-def compare_trajectories(ranks: Sequence[Trajectory], reference: Trajectory) -> Verdict:
-    return Verdict(gaps(ranks, reference))
+def compare_trajectories(ranks: Sequence[Trajectory], reference: Trajectory) -> LayoutVerdict:
+    return LayoutVerdict(gaps(ranks, reference))

@@ -14,9 +14,9 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from pentatron.data import sampling
+from pentatron.data import sample_index
 from pentatron.data.gpt_dataset import GPTDataset, TokenSource
-from pentatron.data.sampling import NO_CACHE, Arrays, Boundaries, IndexCache, Sample
+from pentatron.data.sample_index import NO_CACHE, Arrays, Boundaries, IndexCache, Sample
 from pentatron.errors import UserError
 
 Floats = npt.NDArray[np.float64]
@@ -92,7 +92,7 @@ def build_blend(
         return recipe.build(members[0], *((numbers[0], numbers[1:]) if numbers else (None,)))
     if weights is None:
         length = recipe.sequence_length
-        sizes = [sampling.epoch_samples(m.source.sequence_lengths, m.documents, length) for m in members]
+        sizes = [sample_index.epoch_samples(m.source.sequence_lengths, m.documents, length) for m in members]
         if numbers is None:
             order = _with_places(exhaustive_order(sizes), len(members))
             return BlendedDataset([recipe.build(m, None) for m in members], order)
@@ -100,7 +100,7 @@ def build_blend(
         drawn = zip(*(_count_draws(cached, number, len(members)) for number in numbers))
         return BlendedDataset([recipe.build(m, None, later) for m, later in zip(members, drawn)], cached)
     if not numbers:
-        raise UserError("a blend with weights has no natural end; leave the weights out to read all of it")
+        raise UserError("a blend with weights has no epochs; leave the weights out to read each dataset once")
     shares = normalize_weights(weights)
     totals = [sum(samples_per_dataset(number, shares)) for number in numbers]
     # Normalised a second time, as in Megatron-LM: the rounding affects the order.
@@ -128,7 +128,7 @@ def _count_draws(order: Arrays, size: int, datasets: int) -> list[int]:
 
 
 def _cached_order(weights: list[float], size: int, cache: IndexCache) -> Arrays:
-    sampling.require_memory(size, 10 * size)
+    sample_index.require_memory(size, 10 * size)
     key = {"weights": weights, "size": size}
     return cache.get(key, size, lambda: _with_places(greedy_order(weights, size), len(weights)))
 

@@ -45,7 +45,7 @@ _MARKS = "generation_marks"
 Span = tuple[int, int]
 
 
-class Refused(Exception):
+class TemplateRefused(Exception):
     """Raised for a template that cannot be parsed (`is_syntax`) or does not render a conversation."""
 
     def __init__(self, reason: str, is_syntax: bool = False) -> None:
@@ -63,11 +63,11 @@ class Template:
         try:
             self.compiled = self._environment.from_string(source)
         except TemplateSyntaxError as error:
-            raise Refused(
+            raise TemplateRefused(
                 f"is not a template that can be read (line {error.lineno}: {error.message})", is_syntax=True
             ) from None
         except RecursionError:
-            raise Refused("is nested too deeply to be read", is_syntax=True) from None
+            raise TemplateRefused("is nested too deeply to be read", is_syntax=True) from None
 
     def render(self, messages: Sequence[Any], tools: Any, cuts: Sequence[tuple[int, bool]]) -> dict[str, Any]:
         """Renders every cut of a conversation, or only the first if the template has generation marks.
@@ -85,7 +85,7 @@ class Template:
                 return {"texts": [text], "spans": spans}
             try:
                 text = self._run(variables, size)
-            except Refused as refusal:
+            except TemplateRefused as refusal:
                 # The caller may not need this cut and those after it.
                 return {"texts": texts, "refused": str(refusal)}
             # Most texts are a prefix of the first one: sending their length keeps the response linear in
@@ -103,7 +103,7 @@ class Template:
         begin, end = next(pair for pair in marks if not any(mark in content for mark in pair))
         unmarked, spans = _unmark(self._run({**variables, _MARKS: (begin, end)}, size), begin, end)
         if unmarked != text:
-            raise Refused("writes something else because of its own {% generation %} marks")
+            raise TemplateRefused("renders a different text because of its {% generation %} marks")
         return text, spans
 
     @cached_property
@@ -142,20 +142,20 @@ class Template:
                 pieces.append(piece)
                 left -= len(piece)
                 if left < 0:
-                    raise Refused("writes without end")
-        except (Refused, MemoryError):
+                    raise TemplateRefused("writes without end")
+        except (TemplateRefused, MemoryError):
             raise
         except SecurityError as error:
-            raise Refused(
+            raise TemplateRefused(
                 f"accesses a forbidden attribute ({_short(error)}), so it was stopped; read the template before you use it"
             ) from None
         except TemplateError as error:
-            raise Refused(f"says: {_short(error)}") from None
+            raise TemplateRefused(f"says: {_short(error)}") from None
         except RecursionError:
-            raise Refused("recurses too deeply, so it was stopped") from None
+            raise TemplateRefused("recurses too deeply, so it was stopped") from None
         # Anything else a template can raise: a missing key, a wrong type, a range that is too long.
         except Exception as error:
-            raise Refused(f"fails ({type(error).__name__}: {_short(error)})") from None
+            raise TemplateRefused(f"fails ({type(error).__name__}: {_short(error)})") from None
         return "".join(pieces)
 
 
@@ -196,7 +196,7 @@ def _unmark(marked: str, begin: str, end: str) -> tuple[str, list[Span]]:
     for part in rest:
         inside, _, after = part.partition(end)
         if end in after or end in first:
-            raise Refused("has {% generation %} marks inside one another")
+            raise TemplateRefused("has {% generation %} marks inside one another")
         spans.append((len(text), len(text) + len(inside)))
         text += inside + after
     return text, [span for span in spans if span[0] < span[1]]
@@ -257,7 +257,7 @@ def main() -> int:
                 template = Template(**request["template"])
             assert template is not None
             answer = json.dumps(template.render(*request["render"]) if "render" in request else {})
-        except Refused as refusal:
+        except TemplateRefused as refusal:
             answer = json.dumps({"syntax" if refusal.is_syntax else "refused": str(refusal)})
         except MemoryError:
             answer, exhausted = json.dumps({"exhausted": "memory"}), True

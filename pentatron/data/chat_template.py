@@ -130,7 +130,7 @@ class _SandboxStopped(Exception):
     """The sandbox process ended without a response; the message completes "the chat template ..."."""
 
 
-class _Sandbox:
+class _SandboxProcess:
     """The sandbox process, started on demand and restarted after a stop. A lock serialises requests."""
 
     def __init__(self) -> None:
@@ -247,7 +247,7 @@ def _more_memory(limits: Limits) -> str:
     return f"takes more than {binary_size(limits.memory_bytes)} of memory for one conversation"
 
 
-_SANDBOX = _Sandbox()
+_SANDBOX = _SandboxProcess()
 atexit.register(_SANDBOX.close)
 os.register_at_fork(after_in_child=_SANDBOX.forget)
 
@@ -268,8 +268,8 @@ def find_chat_template(folder: Path) -> tuple[str, Path] | None:
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         if DEFAULT_NAME not in named:
             raise UserError(
-                f"{config} has the chat templates {', '.join(map(str, named))} and none called {DEFAULT_NAME}; put the one to use "
-                "into a file and name it with --chat-template FILE"
+                f"{config} has the chat templates {', '.join(map(str, named))} and none called {DEFAULT_NAME}; copy the one to use "
+                "into a file and pass it with --chat-template FILE"
             )
         template = named[DEFAULT_NAME]
     return (template, config) if isinstance(template, str) else None

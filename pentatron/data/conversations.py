@@ -26,12 +26,12 @@ PARTS_OF_A_QUESTION = ("instruction", "history", "context")
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation, and the indices `learned` of the messages that count in the loss.
+    """A conversation, and the indices `in_loss` of the messages that count in the loss.
 
     `plain` means that the texts are concatenated without a template."""
 
     messages: tuple[Message, ...]
-    learned: tuple[int, ...]
+    in_loss: tuple[int, ...]
     tools: Any = None
     plain: bool = False
 
@@ -41,7 +41,7 @@ class MarkedText:
     """A text, its spans that count in the loss, and whether an end-of-document token follows it."""
 
     text: str
-    learned: tuple[Span, ...]
+    in_loss: tuple[Span, ...]
     ends_document: bool = False
 
 
@@ -50,7 +50,7 @@ class Tokens:
     """Token ids and the loss mask over them."""
 
     ids: list[int]
-    learned: Mask
+    in_loss: Mask
 
 
 @runtime_checkable
@@ -82,18 +82,18 @@ class ConversationEncoder:
             try:
                 marked.text.encode()
             except UnicodeEncodeError as error:
-                reason = f"which is no character ({error.reason})"
-                raise UserError(f"holds half a surrogate pair, {reason}") from None
+                reason = f"which is not a character ({error.reason})"
+                raise UserError(f"contains half a surrogate pair, {reason}") from None
         return texts
 
     def tokens(self, texts: Sequence[MarkedText]) -> list[Tokens]:
         """Tokenizes a batch of texts, in parallel where the tokenizer supports it."""
         samples = []
-        for text, (ids, learned) in zip(texts, encode_marked(self.tokenizer, texts)):
+        for text, (ids, in_loss) in zip(texts, encode_marked(self.tokenizer, texts)):
             if text.ends_document:
-                ends_answer = bool(text.learned) and text.learned[-1][1] == len(text.text)
-                ids, learned = [*ids, self.tokenizer.eod], np.append(learned, ends_answer)
-            samples.append(Tokens(ids, learned))
+                ends_answer = bool(text.in_loss) and text.in_loss[-1][1] == len(text.text)
+                ids, in_loss = [*ids, self.tokenizer.eod], np.append(in_loss, ends_answer)
+            samples.append(Tokens(ids, in_loss))
         return samples
 
 
@@ -101,16 +101,16 @@ def apply_template(template: ChatTemplate, conversation: Conversation) -> list[M
     """Renders a conversation; its answers are the marked spans, or what each adds to its prompt."""
     messages, tools = conversation.messages, conversation.tools
     cuts = [(len(messages), False)]
-    for place in conversation.learned:
+    for place in conversation.in_loss:
         cuts += [(place, True), (place + 1, False)]
     rendered = template.render_cuts(messages, tools, cuts)
     whole = rendered[0]
     if whole.generated is not None:
-        if conversation.learned != tuple(assistant_indices(messages)):
+        if conversation.in_loss != tuple(assistant_indices(messages)):
             raise UserError("leaves out answers, which a template with {% generation %} marks cannot do")
         return [MarkedText(whole.text, whole.generated)]
     spans: list[tuple[str, Span]] = []
-    for number, place in enumerate(conversation.learned):
+    for number, place in enumerate(conversation.in_loss):
         before, after = rendered[2 * number + 1].text, rendered[2 * number + 2].text
         if not after.startswith(before):
             raise UserError(
@@ -131,7 +131,7 @@ def _concatenate(conversation: Conversation) -> MarkedText:
         content = message["content"]
         if not isinstance(content, str):
             raise UserError(f"message {place + 1} has no plain text; only a chat template can write it")
-        if place in conversation.learned:
+        if place in conversation.in_loss:
             spans.append((len(text), len(text) + len(content)))
         text += content
     return MarkedText(text, tuple(spans), ends_document=True)
@@ -146,9 +146,9 @@ def encode_marked(tokenizer: Tokenizer, texts: Sequence[MarkedText]) -> list[tup
 
 
 def _overlap(offsets: Sequence[Span], text: MarkedText) -> Mask:
-    """Returns for each token whether its character span overlaps a learned span."""
+    """Returns for each token whether its character span overlaps a span of `in_loss`."""
     inside = np.zeros(len(text.text) + 1, np.int64)
-    for begin, end in text.learned:
+    for begin, end in text.in_loss:
         inside[begin + 1 : end + 1] = 1
     before = np.cumsum(inside)
     begins, ends = np.array(offsets, np.int64).reshape(-1, 2).T
@@ -159,13 +159,13 @@ def _overlap(offsets: Sequence[Span], text: MarkedText) -> Mask:
 
 def _encode_by_prefix(tokenizer: Tokenizer, text: MarkedText) -> tuple[list[int], Mask]:
     """Encodes a prompt and its answer, which begins where the tokens differ from the prompt alone."""
-    if len(text.learned) != 1 or text.learned[0][1] != len(text.text):
+    if len(text.in_loss) != 1 or text.in_loss[0][1] != len(text.text):
         raise UserError(
             f"it has more than a question and an answer, and {tokenizer.kind} does not give the character offsets of its tokens; "
             "use a tokenizer.json"
         )
     ids = tokenizer.encode(text.text)
-    prompt = tokenizer.encode(text.text[: text.learned[0][0]])
+    prompt = tokenizer.encode(text.text[: text.in_loss[0][0]])
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(ids, prompt)))
     return ids, np.arange(len(ids)) >= shared
 
@@ -184,7 +184,7 @@ def read_conversations(path: Path) -> Iterator[tuple[int, Conversation, int]]:
     if not path.is_file():
         raise UserError(missing_file_message(path))
     if not is_json_lines(path):
-        raise UserError(f"{path} is plain text, and --sft reads JSON lines: {FORMS}")
+        raise UserError(f"{path} is plain text, but --sft reads JSON lines: {FORMS}")
     for chunk in read_chunks([path], JSON_LINES, CHUNK_BYTES):
         for number, line in enumerate(chunk.data.split(b"\n"), chunk.first_line):
             if line.strip():
@@ -238,10 +238,10 @@ def _chat(messages: Any, tools: Any, before: int = 0) -> Conversation:
         if weight not in (0, 1):
             raise UserError(f"has the weight {weight} in message {place + 1}; it can be 0 or 1")
     # An answer of weight 0 does not count in the loss.
-    learned = tuple(place for place, weight in answers.items() if weight)
-    if not learned:
-        raise UserError(f"has no answer to learn from: no message has the role {ASSISTANT}")
-    return Conversation(tuple(messages), learned, tools)
+    in_loss = tuple(place for place, weight in answers.items() if weight)
+    if not in_loss:
+        raise UserError(f"has no answer to train on: no message has the role {ASSISTANT}")
+    return Conversation(tuple(messages), in_loss, tools)
 
 
 def _input_and_output(row: Mapping[str, Any]) -> Conversation:
@@ -260,7 +260,7 @@ def _input_and_output(row: Mapping[str, Any]) -> Conversation:
 
 
 def _prompt_and_completion(row: Mapping[str, Any]) -> Conversation:
-    """Parses two texts to concatenate, or two lists of messages, the second of which is learned."""
+    """Parses two texts to concatenate, or two lists of messages, the second of which counts in the loss."""
     prompt, completion = row.get("prompt"), row["completion"]
     if isinstance(prompt, list) and isinstance(completion, list):
         return _chat([*prompt, *completion], row.get("tools"), before=len(prompt))

@@ -50,11 +50,11 @@ class EncodedChunk:
 class Encoder:
     """Tokenizes chunks with one tokenizer."""
 
-    def __init__(self, recipe: EncodingSettings, tokenizer: Tokenizer) -> None:
-        self.recipe = recipe
+    def __init__(self, settings: EncodingSettings, tokenizer: Tokenizer) -> None:
+        self.settings = settings
         self.tokenizer = tokenizer
         self.dtype = token_dtype(tokenizer.vocab_size)
-        self.end = [tokenizer.eod] if recipe.append_eod else []
+        self.end = [tokenizer.eod] if settings.append_eod else []
 
     def encode(self, chunk: Chunk) -> EncodedChunk:
         result = EncodedChunk([])
@@ -74,7 +74,7 @@ class Encoder:
         return result
 
     def _encode_keys(self, documents: Sequence[Sequence[Sequence[str]]]) -> list[EncodedDocuments]:
-        return [self._encode([document[k] for document in documents]) for k in range(len(self.recipe.keys))]
+        return [self._encode([document[k] for document in documents]) for k in range(len(self.settings.keys))]
 
     def _encode(self, documents: Sequence[Sequence[str]]) -> EncodedDocuments:
         """Encodes sentences without empty ones; appends the end token to non-empty documents."""
@@ -101,7 +101,7 @@ class Encoder:
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                return f"holds half a surrogate pair, which is no character ({error.reason})"
+                return f"contains half a surrogate pair, which is not a character ({error.reason})"
             try:
                 self.tokenizer.encode(text)
             except EncodingError as error:
@@ -132,26 +132,26 @@ class Encoder:
             except RecursionError:
                 _add_bad_line(result, number, "is nested too deeply")
             except ValueError as error:
-                what = "is no JSON object" if is_json else "is not UTF-8 text"
+                what = "is not a JSON object" if is_json else "is not UTF-8 text"
                 _add_bad_line(result, number, f"{what} ({error})")
 
     def _texts(self, row: Any) -> list[list[str]]:
         """Returns the sentences of each key; a string is one sentence."""
         if not isinstance(row, dict):
-            raise UserError(f"is no JSON object but {_kind(row)}")
+            raise UserError(f"is not a JSON object but {_kind(row)}")
         texts: list[list[str]] = []
-        for key in self.recipe.keys:
+        for key in self.settings.keys:
             if key not in row:
                 has = ", ".join(f"'{name}'" for name in list(row)[:8]) or "nothing"
                 raise UserError(f"has no key '{key}' (it has {has})")
             value = row[key]
-            if isinstance(value, str) and not self.recipe.sentences:
+            if isinstance(value, str) and not self.settings.sentences:
                 texts.append([value])
             elif isinstance(value, list) and all(isinstance(part, str) for part in value):
                 texts.append(value)
             elif isinstance(value, str):
                 raise UserError(
-                    f"has one text under '{key}' where --split-sentences needs a list of sentences: there is no sentence splitter here"
+                    f"has one text under '{key}' where --split-sentences needs a list of sentences, because this command does not split text"
                 )
             else:
                 raise UserError(f"has {_kind(value)} under '{key}' instead of a text or a list of texts")
@@ -190,12 +190,12 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def run_worker(connection: Connection, recipe: EncodingSettings) -> None:
+def run_worker(connection: Connection, settings: EncodingSettings) -> None:
     """Runs the loop of a worker until the other end of the connection is closed."""
     # Ctrl-C is sent to all processes of the terminal; the parent decides and stops the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        encoder = Encoder(recipe, recipe.tokenizer.load())
+        encoder = Encoder(settings, settings.tokenizer.load())
         while True:
             number, chunk = connection.recv()
             connection.send((number, encoder.encode(chunk)))
@@ -206,15 +206,15 @@ def run_worker(connection: Connection, recipe: EncodingSettings) -> None:
 class Workers(AbstractContextManager["Workers"]):
     """Up to `count` worker processes in a context manager; they exit with this process."""
 
-    def __init__(self, recipe: EncodingSettings, count: int) -> None:
-        self._recipe, self._count = recipe, count
+    def __init__(self, settings: EncodingSettings, count: int) -> None:
+        self._settings, self._count = settings, count
         self._processes: dict[Connection, Any] = {}
 
     def _start(self) -> Connection:
         # Spawned, not forked: a fork copies locks that threads of this process may hold.
         context = multiprocessing.get_context("spawn")
         connection, worker_end = context.Pipe()
-        process = context.Process(target=run_worker, args=(worker_end, self._recipe), daemon=True)
+        process = context.Process(target=run_worker, args=(worker_end, self._settings), daemon=True)
         # A worker inherits the signal mask: SIGINT stays blocked until the worker ignores it. Starting the
         # resource tracker unblocks signals, so it is started first.
         resource_tracker.ensure_running()

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pentatron.data import sampling
+from pentatron.data import sample_index
 from pentatron.data.indexed import IndexedDataset
-from pentatron.data.sampling import NO_CACHE, Boundaries, IndexCache, Sample, SampleIndex
+from pentatron.data.sample_index import NO_CACHE, Boundaries, IndexCache, Sample, SampleIndex
 from pentatron.errors import UserError
 from pentatron.text import format_count
 
@@ -65,11 +65,13 @@ class GPTDataset:
         lengths, documents = self.source.sequence_lengths, self.documents
 
         def build() -> SampleIndex:
-            return sampling.build_sample_index(lengths, documents, num_samples, self.sequence_length, seed)
+            return sample_index.build_sample_index(
+                lengths, documents, num_samples, self.sequence_length, seed
+            )
 
         if cache.folder is None:
             return build()
-        digest = sampling.array_digest(lengths[documents.start : documents.stop])
+        digest = sample_index.array_digest(lengths[documents.start : documents.stop])
         key: dict[str, Any] = {"lengths": digest, "documents": [documents.start, documents.stop]}
         key |= {"samples": num_samples, "sequence_length": self.sequence_length, "seed": seed}
         entries = len(documents) + (num_samples or 0)
@@ -113,24 +115,24 @@ class GPTDataset:
 
 def split_documents(source: "IndexedDataset | CountingSequences", split: str) -> tuple[range | None, ...]:
     """Returns the ranges of sequences for train, valid and test; None for a share of zero."""
-    return sampling.split_ranges(sampling.parse_split(split), len(source))
+    return sample_index.split_ranges(sample_index.parse_split(split), len(source))
 
 
 def require_share(source: IndexedDataset, split: str | None, name: str) -> range:
     """Returns the sequences of a share, or all without a split; raises UserError if there are none."""
-    share = sampling.SPLIT_NAMES.index(name)
+    share = sample_index.SPLIT_NAMES.index(name)
     if documents := range(len(source)) if split is None else split_documents(source, split)[share]:
         return documents
     if not len(source):
         raise UserError(f"{source.prefix} has no tokens; prepare it again from files with text")
-    way_out = "give it a larger share, or 0 to leave it empty" if share else "give it a larger share"
+    advice = "give it a larger share, or 0 to leave it empty" if share else "give it a larger share"
     if len(source) == 1:
         # A text file is one document unless it is prepared as several, and one document cannot be split.
         several = "prepare it as several documents (of a .txt: --text-documents blank-line or line)"
-        way_out = f"train on all of it with --split 1,0,0, or {several}"
+        advice = f"train on all of it with --split 1,0,0, or {several}"
     raise UserError(
         f"--split {split} leaves no document of {source.prefix} ({format_count(len(source), 'sequence')}) to the {name} "
-        f"set; {way_out}"
+        f"set; {advice}"
     )
 
 
@@ -217,4 +219,4 @@ def count_epoch_samples(prefixes: Sequence[str], split: str | None, seq_length: 
     # Without checksums: the run verifies the index when it opens the data.
     sources = (IndexedDataset(prefix, with_sidecar=False) for prefix in prefixes)
     shares = ((source.sequence_lengths, require_share(source, split, "train")) for source in sources)
-    return sum(sampling.epoch_samples(*share, seq_length) for share in shares)
+    return sum(sample_index.epoch_samples(*share, seq_length) for share in shares)

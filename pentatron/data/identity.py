@@ -10,7 +10,7 @@ from pentatron.checksums import digest_of_file
 from pentatron.data.indexed import pair_paths, read_sidecar
 from pentatron.errors import UserError, explained
 from pentatron.parallel.collectives import gather_objects
-from pentatron.parallel.encoding import sendable
+from pentatron.parallel.serialization import sendable
 from pentatron.parallel.world import World
 from pentatron.settings.data_paths import Blend
 
@@ -109,7 +109,7 @@ class DataIdentity:
 
 def require_same_data(identity: DataIdentity, world: World) -> None:
     """Raises UserError if nodes without a shared file system have different copies of the data."""
-    identities: Sequence[DataIdentity] = gather_objects(identity, world.everyone)
+    identities: Sequence[DataIdentity] = gather_objects(identity, world.all_ranks)
     for rank, other in enumerate(identities):
         if changes := other.changes_since(identities[0]):
             raise UserError(

@@ -120,7 +120,7 @@ class Sidecar:
     """The metadata and block checksums of a pair."""
 
     path: Path
-    facts: PairMetadata
+    metadata: PairMetadata
     bin_sums: npt.NDArray[np.uint32]
     idx_sums: npt.NDArray[np.uint32]
     sums_crc32: int
@@ -147,12 +147,12 @@ def stored_sums(sums: Iterable[int]) -> bytes:
     return np.fromiter(sums, SUM).tobytes()
 
 
-def write_sidecar(file: BinaryIO, facts: PairMetadata, bin_sums: BinaryIO, idx_sums: bytes) -> None:
+def write_sidecar(file: BinaryIO, metadata: PairMetadata, bin_sums: BinaryIO, idx_sums: bytes) -> None:
     """Writes a sidecar. `bin_sums` is a file read twice, so that the checksums are not held in memory."""
     sums_crc32 = crc32(idx_sums, crc32_of_stream(bin_sums))
     bin_sums.seek(0)
     header = {"format": FORMAT, "checksum": "crc32", "block_bytes": BLOCK_BYTES, "sums_crc32": sums_crc32}
-    line = json.dumps({**header, **asdict(facts)}, sort_keys=True).encode()
+    line = json.dumps({**header, **asdict(metadata)}, sort_keys=True).encode()
     file.write(b"%s\n%08x\n" % (line, crc32(line)))
     shutil.copyfileobj(bin_sums, file)
     file.write(idx_sums)
@@ -171,18 +171,18 @@ def read_sidecar(prefix: Path | str) -> Sidecar | None:
     if not line.endswith(b"\n") or sum_line != b"%08x\n" % crc32(line[:-1]):
         raise _damaged_sidecar(path, 0, "its first line does not have the checksum of its second")
     try:
-        facts, sums_crc32 = _parse_header(path, line)
+        metadata, sums_crc32 = _parse_header(path, line)
     except UserError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"its first line is not a valid header ({type(error).__name__}: {error})"
         raise _damaged_sidecar(path, 0, reason) from None
-    blocks, index_blocks = block_count(facts.bin_bytes), block_count(facts.idx_bytes)
+    blocks, index_blocks = block_count(metadata.bin_bytes), block_count(metadata.idx_bytes)
     expected = begin + SUM.itemsize * (blocks + index_blocks)
     if size != expected:
         raise _damaged_sidecar(path, min(size, expected), f"it should have {expected} bytes, found {size}")
     sums = np.memmap(path, dtype=np.uint8, mode="r", offset=begin).view(np.ndarray).view(SUM)
-    return Sidecar(path, facts, sums[:blocks], sums[blocks:], sums_crc32)
+    return Sidecar(path, metadata, sums[:blocks], sums[blocks:], sums_crc32)
 
 
 def _parse_header(path: Path, line: bytes) -> tuple[PairMetadata, int]:
@@ -193,14 +193,14 @@ def _parse_header(path: Path, line: bytes) -> tuple[PairMetadata, int]:
             "delete it to open the pair with checks of its structure only"
         )
     tokenizer = header["tokenizer"]
-    facts = PairMetadata(
+    metadata = PairMetadata(
         **{name: header[name] for name in PairMetadata.__dataclass_fields__ if name != "tokenizer"},
         tokenizer=None if tokenizer is None else TokenizerIdentity(**tokenizer),
     )
     counts = ("sequences", "documents", "tokens", "largest_token", "bin_bytes", "idx_bytes")
-    if not all(type(getattr(facts, name)) is int and getattr(facts, name) >= -1 for name in counts):
+    if not all(type(getattr(metadata, name)) is int and getattr(metadata, name) >= -1 for name in counts):
         raise ValueError("a count is not a number")
-    return facts, int(header["sums_crc32"])
+    return metadata, int(header["sums_crc32"])
 
 
 def _damaged_sidecar(path: Path, offset: int, what: str) -> UserError:
@@ -245,16 +245,16 @@ class IndexedDataset:
         # All tokens; not verified, unlike those that `read` returns.
         self.tokens: npt.NDArray[Any] = self._bytes.view(self.dtype)
         self.sidecar = read_sidecar(prefix) if with_sidecar else None
-        self.facts = None if self.sidecar is None else self.sidecar.facts
+        self.metadata = None if self.sidecar is None else self.sidecar.metadata
         # The tokenizer that made the ids, if it is known.
-        self.tokenizer = None if self.facts is None else self.facts.tokenizer
+        self.tokenizer = None if self.metadata is None else self.metadata.tokenizer
         self._verified = bytearray(block_count(len(self._bytes)))
         if self.sidecar is not None:
             self._check_sidecar(self.sidecar, index)
         # Without a sidecar, `GPTDataset` checks the tokens when they are read.
-        if vocab_size is not None and self.facts is not None and self.facts.largest_token >= vocab_size:
+        if vocab_size is not None and self.metadata is not None and self.metadata.largest_token >= vocab_size:
             raise UserError(
-                f"{self.bin_path} holds token {self.facts.largest_token}, outside the vocabulary of {vocab_size}: it was "
+                f"{self.bin_path} holds token {self.metadata.largest_token}, outside the vocabulary of {vocab_size}: it was "
                 "prepared with another tokenizer; give that one, or prepare the data again"
             )
 
@@ -319,8 +319,8 @@ class IndexedDataset:
 
     def _check_sidecar(self, sidecar: Sidecar, index: npt.NDArray[np.uint8]) -> None:
         for path, expected, size in (
-            (self.bin_path, sidecar.facts.bin_bytes, len(self._bytes)),
-            (self.idx_path, sidecar.facts.idx_bytes, len(index)),
+            (self.bin_path, sidecar.metadata.bin_bytes, len(self._bytes)),
+            (self.idx_path, sidecar.metadata.idx_bytes, len(index)),
         ):
             if expected != size:
                 raise UserError(

@@ -121,11 +121,13 @@ class PairInProgress:
             index = ChecksummedFile(file, index_sums)
             self._write_index(index)
         state, counts = self.state, (self.state.sequences, self.state.documents, self.tokens)
-        facts = PairMetadata(str(self.dtype), *counts, state.largest, state.bin, index.bytes, tokenizer, job)
+        metadata = PairMetadata(
+            str(self.dtype), *counts, state.largest, state.bin, index.bytes, tokenizer, job
+        )
         with self.path("meta").open("wb") as file, self.path("sums").open("rb") as sums:
             self._lock("meta")
-            indexed.write_sidecar(file, facts, sums, indexed.stored_sums(index_sums.take_last()))
-        return facts
+            indexed.write_sidecar(file, metadata, sums, indexed.stored_sums(index_sums.take_last()))
+        return metadata
 
     def close(self) -> None:
         for file in self._files.values():
@@ -190,7 +192,7 @@ class IndexedDatasetWriter:
     """Writes a pair document by document; the files appear when the `with` block succeeds."""
 
     # The metadata of the complete pair.
-    facts: PairMetadata
+    metadata: PairMetadata
 
     def __init__(
         self, prefix: Path | str, dtype: npt.DTypeLike, tokenizer: TokenizerIdentity | None = None
@@ -224,7 +226,7 @@ class IndexedDatasetWriter:
     def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
         try:
             if error_type is None:
-                self.facts = self.pair.complete(self.tokenizer)
+                self.metadata = self.pair.complete(self.tokenizer)
                 publish(self.prefix, self._suffix, self.prefix)
         finally:
             self.pair.discard()
@@ -251,7 +253,7 @@ def merge(prefixes: Sequence[Path | str], output: Path | str, overwrite: bool = 
     with IndexedDatasetWriter(output, sources[0].dtype, tokenizer) as writer:
         for source in sources:
             _append_documents(writer.pair, source)
-    return writer.facts
+    return writer.metadata
 
 
 def _append_documents(pair: PairInProgress, source: IndexedDataset) -> None:

@@ -70,7 +70,7 @@ def verify(prefix: Path | str, vocab_size: int | None = None) -> str:
         _check_tokens(dataset, vocab_size)
         ids = f", {len(dataset.tokens):,} tokens below {vocab_size:,}"
     if dataset.sidecar is None:
-        return f"structure good{ids}; no checksums to compare (pentatron data seal {prefix} makes them)"
+        return f"structure good{ids}; no checksums to compare (pentatron data seal {prefix} creates them)"
     return f"structure good, {blocks + len(dataset.sidecar.idx_sums):,} checksums good{ids}"
 
 
@@ -80,19 +80,19 @@ def seal(prefix: Path | str) -> PairMetadata:
     largest = max((int(part.max()) for part in _token_chunks(dataset)), default=-1)
     counts = len(dataset), len(dataset.document_indices) - 1, len(dataset.tokens)
     sizes = dataset.bin_path.stat().st_size, dataset.idx_path.stat().st_size
-    facts = PairMetadata(str(dataset.dtype), *counts, largest, *sizes)
+    metadata = PairMetadata(str(dataset.dtype), *counts, largest, *sizes)
     sums = indexed.stored_sums(block_sums_of_file(dataset.bin_path, indexed.BLOCK_BYTES))
     index_sums = indexed.stored_sums(block_sums_of_file(dataset.idx_path, indexed.BLOCK_BYTES))
     with atomic_write(sidecar_path(prefix)) as file:
-        indexed.write_sidecar(file, facts, io.BytesIO(sums), index_sums)
-    return facts
+        indexed.write_sidecar(file, metadata, io.BytesIO(sums), index_sums)
+    return metadata
 
 
 def describe(prefix: Path | str) -> dict[str, Any]:
-    """Returns the facts shown by `pentatron data describe`."""
+    """Returns what is shown by `pentatron data describe`."""
     dataset = IndexedDataset(prefix)
     lengths = document_lengths(dataset)
-    facts = dataset.facts
+    metadata = dataset.metadata
     return {
         "prefix": str(prefix),
         "bin_bytes": dataset.bin_path.stat().st_size,
@@ -105,28 +105,28 @@ def describe(prefix: Path | str) -> dict[str, Any]:
         "longest_document": lengths.longest,
         "lengths_by_power_of_two": list(lengths.powers),
         "tokenizer": None if dataset.tokenizer is None else asdict(dataset.tokenizer),
-        "largest_token": None if facts is None else facts.largest_token,
-        "sidecar": facts is not None,
+        "largest_token": None if metadata is None else metadata.largest_token,
+        "sidecar": metadata is not None,
     }
 
 
-def format_description(facts: dict[str, Any]) -> str:
+def format_description(described: dict[str, Any]) -> str:
     """Formats the result of `describe` as text."""
-    tokenizer = facts["tokenizer"]
-    mean = facts["tokens"] / max(1, facts["documents"])
+    tokenizer = described["tokenizer"]
+    mean = described["tokens"] / max(1, described["documents"])
     rows = {
-        "tokens": f"{facts['tokens']:,} as {facts['dtype']}, {facts['bin_bytes']:,} bytes",
-        "documents": f"{facts['documents']:,} in {facts['sequences']:,} sequences, index of {facts['idx_bytes']:,} bytes",
-        "lengths": f"{facts['shortest_document']:,} to {facts['longest_document']:,} tokens, {mean:,.1f} on average",
+        "tokens": f"{described['tokens']:,} as {described['dtype']}, {described['bin_bytes']:,} bytes",
+        "documents": f"{described['documents']:,} in {described['sequences']:,} sequences, index of {described['idx_bytes']:,} bytes",
+        "lengths": f"{described['shortest_document']:,} to {described['longest_document']:,} tokens, {mean:,.1f} on average",
         "tokenizer": "not known"
         if tokenizer is None
         else f"{tokenizer['kind']}, {tokenizer['vocab_size']:,} ids, fingerprint {tokenizer['fingerprint'][:16]}",
         "checks": "structure good, checksums of the index good; `pentatron data verify` compares those of the tokens"
-        if facts["sidecar"]
-        else "structure good; no checksums (`pentatron data seal` makes them)",
+        if described["sidecar"]
+        else "structure good; no checksums (`pentatron data seal` creates them)",
     }
-    lines = [facts["prefix"], *(f"  {name:<10} {text}" for name, text in rows.items()), ""]
-    return "\n".join([*lines, *histogram_lines(facts["lengths_by_power_of_two"])])
+    lines = [described["prefix"], *(f"  {name:<10} {text}" for name, text in rows.items()), ""]
+    return "\n".join([*lines, *histogram_lines(described["lengths_by_power_of_two"])])
 
 
 def require_same_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer) -> None:
@@ -134,8 +134,8 @@ def require_same_tokenizer(dataset: IndexedDataset, tokenizer: Tokenizer) -> Non
     recorded = dataset.tokenizer
     if recorded is not None and recorded.fingerprint != (given := identify_tokenizer(tokenizer)).fingerprint:
         raise UserError(
-            f"{dataset.bin_path} was prepared with another tokenizer ({_described_tokenizer(recorded)}) than the one named now "
-            f"({_described_tokenizer(given)}); name the one it was prepared with, prepare the data again, or, if both give the same ids, "
+            f"{dataset.bin_path} was prepared with another tokenizer ({_described_tokenizer(recorded)}) than the given one "
+            f"({_described_tokenizer(given)}); give the one it was prepared with, prepare the data again, or, if both give the same ids, "
             f"remove the record: pentatron data seal {dataset.prefix}"
         )
 

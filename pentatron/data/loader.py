@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import ConcatDataset, DataLoader
 
-from pentatron.data.sampling import DOCUMENT_STARTS, Sample
+from pentatron.data.sample_index import DOCUMENT_STARTS, Sample
 from pentatron.errors import UserError
 from pentatron.layout.documents import DocumentStarts
 

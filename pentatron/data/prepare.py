@@ -39,7 +39,7 @@ class PrepareJob:
 
     inputs: tuple[Path, ...]
     prefix: Path
-    recipe: EncodingSettings
+    encoding: EncodingSettings
     workers: int
     text_documents: str = "file"
     skip_bad_lines: bool = False
@@ -47,12 +47,12 @@ class PrepareJob:
     chunk_bytes: int = 1 << 19
 
     def output(self, key: str) -> Path:
-        unit = "sentence" if self.recipe.sentences else "document"
+        unit = "sentence" if self.encoding.sentences else "document"
         return self.prefix.with_name(f"{self.prefix.name}_{key}_{unit}")
 
     @property
     def outputs(self) -> list[Path]:
-        return [self.output(key) for key in self.recipe.keys]
+        return [self.output(key) for key in self.encoding.keys]
 
     @property
     def folder(self) -> Path:
@@ -73,7 +73,7 @@ class Counts:
 
 
 @dataclass
-class Outcome:
+class PrepareOutcome:
     """The result of a preparation."""
 
     counts: Counts
@@ -90,12 +90,14 @@ Report = Callable[[Counts, int], None]
 Say = Callable[[str], None]
 
 
-def prepare(job: PrepareJob, report: Report = lambda *counts: None, say: Say = lambda text: None) -> Outcome:
-    """Tokenizes the inputs of a job; the output depends only on their text, the tokenizer and the recipe."""
+def prepare(
+    job: PrepareJob, report: Report = lambda *counts: None, say: Say = lambda text: None
+) -> PrepareOutcome:
+    """Tokenizes the inputs of a job; the output depends only on their text, the tokenizer and settings."""
     _check_inputs(job)
-    tokenizer = job.recipe.tokenizer.load()
+    tokenizer = job.encoding.tokenizer.load()
     identity = identify_tokenizer(tokenizer)
-    if job.recipe.append_eod:
+    if job.encoding.append_eod:
         # Raises UserError before any work if the tokenizer has no end-of-document token.
         _ = tokenizer.eod
     try:
@@ -103,7 +105,7 @@ def prepare(job: PrepareJob, report: Report = lambda *counts: None, say: Say = l
         job.prefix.parent.mkdir(parents=True, exist_ok=True)
         with _only_one(job.folder):
             if _is_done(job, fingerprint):
-                return Outcome(Counts(), 0.0, 0, already_there=True)
+                return PrepareOutcome(Counts(), 0.0, 0, already_there=True)
             return _Preparation(job, identity, fingerprint, say).run(report)
     except OSError as error:
         raise UserError(
@@ -130,11 +132,11 @@ class _Preparation:
         progress = recorded or {"counts": {}, "place": {}, "bad": [], "pairs": {}, "encoded": False}
         self.counts, self.place = Counts(**progress["counts"]), Position(**progress["place"])
         self.bad, self.encoded = list(progress["bad"]), bool(progress["encoded"])
-        states = [] if self.encoded else [progress["pairs"].get(key) for key in job.recipe.keys]
+        states = [] if self.encoded else [progress["pairs"].get(key) for key in job.encoding.keys]
         dtype = token_dtype(identity.vocab_size)
         self.pairs = [PairInProgress(self._stem(n), dtype, state=state) for n, state in enumerate(states)]
 
-    def run(self, report: Report) -> Outcome:
+    def run(self, report: Report) -> PrepareOutcome:
         job, started, before = self.job, time.perf_counter(), self.counts.tokens
         if not self.encoded:
             try:
@@ -146,11 +148,11 @@ class _Preparation:
                     pair.close()
             # From here on files are only renamed; `publish` can be repeated after a crash.
             self._write_progress(encoded=True)
-        for number, key in enumerate(job.recipe.keys):
+        for number, key in enumerate(job.encoding.keys):
             publish(self._stem(number), "", job.output(key))
         shutil.rmtree(job.folder)
         seconds = time.perf_counter() - started
-        return Outcome(self.counts, seconds, self.counts.tokens - before, self.bad, self.resumed)
+        return PrepareOutcome(self.counts, seconds, self.counts.tokens - before, self.bad, self.resumed)
 
     def _encode_all(self, report: Report) -> None:
         job = self.job
@@ -160,7 +162,7 @@ class _Preparation:
             report(self.counts, total)
         chunks = read_chunks(job.inputs, job.text_documents, job.chunk_bytes, self.place)
         written_at = time.monotonic()
-        with Workers(job.recipe, job.workers) as workers:
+        with Workers(job.encoding, job.workers) as workers:
             try:
                 for chunk, encoded in workers.encode(chunks):
                     if encoded.bad and not job.skip_bad_lines:
@@ -203,7 +205,7 @@ class _Preparation:
 
     def _write_progress(self, encoded: bool = False) -> None:
         """Records how far the files are valid; a killed run resumes from here."""
-        pairs = {} if encoded else {key: pair.sync() for key, pair in zip(self.job.recipe.keys, self.pairs)}
+        pairs = {} if encoded else {key: pair.sync() for key, pair in zip(self.job.encoding.keys, self.pairs)}
         progress = {"fingerprint": self.fingerprint, "encoded": encoded, "counts": asdict(self.counts)}
         progress |= {"place": asdict(self.place), "pairs": pairs, "bad": self.bad}
         text = json.dumps(progress, indent=1)
@@ -235,26 +237,26 @@ class _Preparation:
 
 
 def _check_inputs(job: PrepareJob) -> None:
-    keys = job.recipe.keys
+    keys = job.encoding.keys
     for key in keys:
         if "/" in key or "\0" in key or not key:
             raise UserError(f"the key '{key}' cannot be part of a file's name; rename it in the input")
     if len(set(keys)) != len(keys):
-        raise UserError(f"--json-keys {' '.join(keys)} names a key twice; name every key once")
+        raise UserError(f"--json-keys {' '.join(keys)} has a key twice; give every key once")
     plain = next((path for path in job.inputs if not is_json_lines(path)), None)
     if plain is not None and len(keys) > 1:
         raise UserError(f"{plain} is plain text, which has no keys; give one of --json-keys {' '.join(keys)}")
-    if plain is not None and job.recipe.sentences:
+    if plain is not None and job.encoding.sentences:
         raise UserError(
-            f"--split-sentences needs lists of sentences in JSON lines, and {plain} is plain text: there is no sentence splitter here"
+            f"--split-sentences needs lists of sentences in JSON lines, and {plain} is plain text, which this command does not split"
         )
 
 
 def _fingerprint(job: PrepareJob, identity: TokenizerIdentity) -> str:
     """Hashes everything that the output depends on, with sizes and modification times of the inputs."""
     inputs = [[str(path.resolve()), *stat] for path, stat in zip(job.inputs, _stats(job))]
-    settings = {"version": VERSION, "inputs": inputs, "keys": job.recipe.keys}
-    settings |= {"append_eod": job.recipe.append_eod, "sentences": job.recipe.sentences}
+    settings = {"version": VERSION, "inputs": inputs, "keys": job.encoding.keys}
+    settings |= {"append_eod": job.encoding.append_eod, "sentences": job.encoding.sentences}
     tokenizer = [identity.fingerprint, identity.vocab_size]
     settings |= {"text_documents": job.text_documents, "tokenizer": tokenizer}
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
@@ -273,7 +275,7 @@ def _is_done(job: PrepareJob, fingerprint: str) -> bool:
         return False
     for prefix in existing:
         sidecar = read_sidecar(prefix)
-        if sidecar is None or sidecar.facts.job != fingerprint:
+        if sidecar is None or sidecar.metadata.job != fingerprint:
             raise UserError(
                 f"{pair_paths(prefix)[1]} exists already, from other inputs or settings; add --overwrite to replace it, or choose "
                 "another --output-prefix"

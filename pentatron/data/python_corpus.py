@@ -105,7 +105,7 @@ def _tokenize(folder: Path, vocab_size: int, sources: _Sources, report: Progress
         while batch := list(islice(texts, BATCH_TEXTS)):
             for ids in tokenizer.encode_batch(batch):
                 writer.add_document([*ids, tokenizer.eod])
-    return writer.facts.tokens
+    return writer.metadata.tokens
 
 
 def _finished_counts(folder: Path, identity: dict[str, object]) -> dict[str, int] | None:

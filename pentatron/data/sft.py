@@ -20,13 +20,13 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from pentatron.checksums import digest_of_file
-from pentatron.data import chat_template
+from pentatron.data import chat_template, sample_index
 from pentatron.data.chat_template import ChatTemplate
 from pentatron.data.conversations import ConversationEncoder, MarkedText, Tokens, at_line, read_conversations
 from pentatron.data.indexed import IndexedDataset, pair_paths, token_dtype
 from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.data.loader import ConcatenatedDataset, EpochShuffle
-from pentatron.data.sampling import DOCUMENT_STARTS, Sample, parse_split, positions_in_documents, split_ranges
+from pentatron.data.sample_index import DOCUMENT_STARTS, Sample, positions_in_documents
 from pentatron.data.tokenizer import Tokenizer, identify_tokenizer
 from pentatron.errors import UserError
 from pentatron.files import exclusive_folder
@@ -63,7 +63,7 @@ def write_conversations(path: Path, prefix: Path, writer: ConversationEncoder, p
                 with at_line(path, number):
                     texts += [(number, text) for text in writer.texts(conversation)]
             for _, samples in groupby(_tokenize(path, writer, texts), itemgetter(0)):
-                sequences = [sequence for _, sample in samples for sequence in (sample.ids, sample.learned)]
+                sequences = [sequence for _, sample in samples for sequence in (sample.ids, sample.in_loss)]
                 tokens = np.concatenate([np.asarray(sequence, np.int64) for sequence in sequences])
                 pair.add_document(tokens, [len(sequence) for sequence in sequences])
             documents += len(lines)
@@ -89,8 +89,8 @@ def _tokenize(
                     raise UserError(f"cannot be tokenized: {error}") from None
     for (number, _), sample in zip(texts, samples):
         with at_line(path, number):
-            if not sample.learned[1:].any():
-                raise UserError("has no answer to learn from")
+            if not sample.in_loss[1:].any():
+                raise UserError("has no answer to train on")
         yield number, sample
 
 
@@ -212,7 +212,7 @@ def build_conversations(
     valid = read(1, "validation") if sizes[1] else None
     if sizes[1] and valid is None:
         display.say(f"note: {missing} validate with")
-    tests = sizes[2] and parse_split(data.split)[2] > 0
+    tests = sizes[2] and sample_index.parse_split(data.split)[2] > 0
     test = read(2, "test") if tests else None
     return (train, valid, test), f"{missing} test with" if tests and test is None else ""
 
@@ -225,7 +225,9 @@ def count_sequences(config: RunConfig, files: Files) -> int:
 def _open_part(config: RunConfig, path: Path, source: IndexedDataset, part: int) -> SFTDataset:
     """Opens one part of the split of a file; raises UserError if there is nothing to train on."""
     data = config.data
-    documents = split_ranges(parse_split(data.split), len(source.document_indices) - 1)[part] or range(0)
+    documents = sample_index.split_ranges(
+        sample_index.parse_split(data.split), len(source.document_indices) - 1
+    )[part] or range(0)
     rows = SFTDataset(source, documents, config.model.seq_length, data.sft_packing)
     if part == 0 and not len(documents):
         raise UserError(
@@ -260,7 +262,7 @@ def tokenize_conversations(
         return template, [_sha256(repr(recipe) + content) for content in contents]
 
     # An error on one node must be raised on all ranks before any of them waits for the others.
-    template, contents = run_on_all_ranks(identify, world.everyone)
+    template, contents = run_on_all_ranks(identify, world.all_ranks)
     prefixes = [folder / f"sft-{content[:16]}" for content in contents]
 
     def prepare() -> None:
@@ -272,7 +274,7 @@ def tokenize_conversations(
                     write_conversations(path, prefix, writer, partial(display.work, "tokenize"))
 
     try:
-        run_on_some_ranks(world.local_rank == 0, prepare, world.everyone)
+        run_on_some_ranks(world.local_rank == 0, prepare, world.all_ranks)
     finally:
         chat_template.stop_sandbox()
     sources = [IndexedDataset(prefix, config.model.vocab_size) for prefix in prefixes]

@@ -72,7 +72,7 @@ def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
     for path in files:
         if path.resolve() in seen:
             raise UserError(
-                f"--input names {path} twice, which would double its documents; name every file once"
+                f"--input names {path} twice, which would double its documents; give every file once"
             )
         seen.add(path.resolve())
     return tuple(files)
@@ -86,8 +86,8 @@ def is_json_lines(path: Path) -> bool:
     if name.endswith((*JSON_ENDINGS, *TEXT_ENDINGS)):
         return name.endswith(JSON_ENDINGS)
     raise UserError(
-        f"what {path} holds is not clear from its name; call it .jsonl (one object per line) or .txt, with .gz or .zst behind if it "
-        "is packed"
+        f"the format of {path} is not clear from its name; name it .jsonl (one object per line) or .txt, followed by .gz or .zst if "
+        "it is compressed"
     )
 
 

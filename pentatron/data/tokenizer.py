@@ -119,7 +119,7 @@ class SentencePieceTokenizer(Tokenizer):
     def eod(self) -> int:  # type: ignore[override]
         token: int = self._model.eos_id()
         if token < 0:
-            raise UserError(f"{self.path} has no token that ends a document; train it with one (--eos_id)")
+            raise UserError(f"{self.path} has no end-of-document token; train it with one (--eos_id)")
         return token
 
     def vocabulary(self) -> dict[str, int]:
@@ -181,7 +181,7 @@ class _LibraryTokenizer(Tokenizer):
     def eod(self) -> int:  # type: ignore[override]
         if self._eod is None:
             raise UserError(
-                f"{self.path} names no token that ends a document; put "
+                f"{self.path} defines no end-of-document token; put "
                 '{"eos_token": "..."} into tokenizer_config.json beside it'
             )
         return self._eod
@@ -286,7 +286,7 @@ class TokenizerSettings:
             return ByteTokenizer()
         if kind == "NullTokenizer":
             if self.vocab_size is None:
-                raise UserError("NullTokenizer needs to know how many ids there are; give --vocab-size")
+                raise UserError("NullTokenizer needs the number of ids; give --vocab-size")
             return NullTokenizer(self.vocab_size)
         if kind not in TOKENIZER_TYPES:
             raise UserError(

@@ -18,7 +18,7 @@ from pentatron.nn.options import axes_of
 from pentatron.parallel.world import World, single_process
 from pentatron.settings.rules import problems_of
 from pentatron.settings.run_config import RunConfig
-from pentatron.settings.settings import Facts, Settings
+from pentatron.settings.settings import ProcessFacts, Settings
 
 REPLACEMENT = "\ufffd"
 
@@ -67,7 +67,7 @@ def generation_config(source: ModelSource, ranks: Ranks) -> RunConfig:
         "attention_dropout": 0.0,
     }
     settings = Settings.defaults(**values)
-    settings.facts = Facts(ranks.world_size, ranks.world_size)
+    settings.facts = ProcessFacts(ranks.world_size, ranks.world_size)
     # The rules for training require sequence parallelism with experts on several tensor ranks, and a
     # divisible length.
     trained = {"sequence_parallel": True, "seq_length": ranks.tensor} if experts and ranks.tensor > 1 else {}

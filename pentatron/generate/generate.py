@@ -123,7 +123,7 @@ class GenerationModel:
     @property
     def sampling_rank(self) -> int:
         """The rank that samples: the first one of the last stage."""
-        return self.world.everyone.size // self.world.grid.pipeline * (self.world.grid.pipeline - 1)
+        return self.world.all_ranks.size // self.world.grid.pipeline * (self.world.grid.pipeline - 1)
 
 
 def build_generation_model(
@@ -188,7 +188,7 @@ def _reader(model: GenerationModel, capacity: int) -> Callable[[Sequence[Sequenc
     Layers with their own attention may not support the cache; then the whole texts are read for every token.
     """
     layers = [layer for stage in model.stages.values() for layer in stage.layers.values()]
-    if not all(gather_objects(all(map(supports_kv_cache, layers)), model.world.everyone)):
+    if not all(gather_objects(all(map(supports_kv_cache, layers)), model.world.all_ranks)):
         return lambda texts: _read(model, texts, max(map(len, texts)), None)
     cache = KVCache(capacity)
 
@@ -210,12 +210,10 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int, positions: 
         if not prompt:
             raise UserError(f"{name} has no token; give at least one")
         if (count := len(prompt)) >= positions:
-            raise UserError(
-                f"{name} has {count} tokens, and the model is made for {positions} in all; shorten it"
-            )
+            raise UserError(f"{name} has {count} tokens, but the model has {positions} positions; shorten it")
         if wrong := [token for token in prompt if not 0 <= token < vocab_size]:
             raise UserError(
-                f"{name} holds token {wrong[0]}, and the model knows the tokens 0 to {vocab_size - 1}; is this its tokenizer?"
+                f"{name} holds token {wrong[0]}, but the model has the tokens 0 to {vocab_size - 1}; use the tokenizer of the model"
             )
 
 
@@ -289,7 +287,7 @@ def _choices(
     chosen = torch.full((len(rows), 2), -1.0, dtype=torch.float64)
     if logits_BV is not None:
         of_all_BV = _whole_vocabulary(logits_BV, model)
-        if world.everyone.rank == model.sampling_rank:
+        if world.all_ranks.rank == model.sampling_rank:
             # Greedy decoding runs on the device, because copying the logits takes longer; sampling runs on
             # the host.
             of_all_BV = of_all_BV if sampling.greedy else of_all_BV.cpu()
@@ -297,7 +295,7 @@ def _choices(
             by_row = choose_tokens(wanted_BV, sampling, [generators[row] for row in rows])
             chosen_here = [(c.token, c.logprob) if c else (-1, 0) for c in by_row]
             chosen = torch.tensor(chosen_here, dtype=torch.float64)
-    broadcast_(chosen, world.everyone, model.sampling_rank)
+    broadcast_(chosen, world.all_ranks, model.sampling_rank)
     if chosen[:, 0].min() < 0:
         raise AgreedError(
             "the model's logits are NaN or inf, so there is no next token; check the weights, or try --dtype float32"

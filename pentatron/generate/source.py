@@ -24,7 +24,7 @@ from pentatron.checkpoint.load import WEIGHTS, load_fragments
 from pentatron.checkpoint.store import Checkpoint, CheckpointStore
 from pentatron.checkpoint.tensor_file import DTYPES
 from pentatron.checkpoint.verify import Check
-from pentatron.data.datasets import configured_tokenizer
+from pentatron.data.open_data import configured_tokenizer
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer
 from pentatron.errors import UserError
 from pentatron.hf.folder import CONFIG, open_folder
@@ -35,7 +35,7 @@ from pentatron.hf.tensor_names import load_weights
 from pentatron.interchange.reading import read_megatron
 from pentatron.models.causal_lm import CausalLM
 from pentatron.models.router_load import loads_of, router_fragments
-from pentatron.parallel.encoding import sendable
+from pentatron.parallel.serialization import sendable
 from pentatron.parallel.sharding import ShardedParameter, fragments_of, sharded_parameters
 from pentatron.settings.model import MoEConfig, TransformerConfig
 from pentatron.settings.settings import Settings
@@ -45,7 +45,7 @@ from pentatron.text import parse_json
 
 @sendable
 @dataclass(frozen=True)
-class Source:
+class ModelLocation:
     """A folder with checkpoint steps, one of them possibly named, or a Hugging Face or Megatron-LM model."""
 
     folder: Path
@@ -99,23 +99,23 @@ class Source:
         return step, complaints
 
 
-def find_source(path: Path, megatron: bool = False) -> Source | None:
+def find_source(path: Path, megatron: bool = False) -> ModelLocation | None:
     """Returns the source in a folder: a step, a folder of steps, a run, or a Hugging Face model; None if
     there is none.
 
     `megatron`: also accepts checkpoints of Megatron-LM.
     """
     if is_step(path):
-        return Source(path.resolve().parent, is_huggingface=False, step=path)
+        return ModelLocation(path.resolve().parent, is_huggingface=False, step=path)
     if (steps := find_steps_folder(path)) is not None:
-        return Source(steps, is_huggingface=False)
+        return ModelLocation(steps, is_huggingface=False)
     if (path / CONFIG).is_file():
-        return Source(path, is_huggingface=True)
+        return ModelLocation(path, is_huggingface=True)
     step = find_megatron_checkpoint(path) if megatron else None
-    return None if step is None else Source(path, is_huggingface=False, megatron=step[0])
+    return None if step is None else ModelLocation(path, is_huggingface=False, megatron=step[0])
 
 
-def named_source(name: str, megatron: bool = False) -> Source:
+def named_source(name: str, megatron: bool = False) -> ModelLocation:
     """Returns the source that `--load` names; raises if there is none."""
     if (source := find_source(Path(name), megatron)) is not None:
         return source
@@ -169,7 +169,7 @@ def open_source(folder: Path, trusted: tuple[str, ...] = ()) -> ModelSource:
     """Opens the result of `find_weights`. `trusted` is the `--spec` whose code may run."""
     source = _open_step(folder, trusted) if is_step(folder) else _open_hugging_face(folder)
     if trusted and not source.model.spec:
-        raise UserError(f"{folder} was made without layers of its own; leave --spec {' '.join(trusted)} out")
+        raise UserError(f"{folder} uses no custom layer spec; leave --spec {' '.join(trusted)} out")
     return source
 
 
@@ -207,7 +207,7 @@ def _open_step(folder: Path, trusted: tuple[str, ...]) -> ModelSource:
     if model.spec not in ((), trusted):
         # Loading a checkpoint must not run code that the checkpoint names.
         raise UserError(
-            f"{folder} has layers of its own, which are code; if you trust them, add --spec {' '.join(model.spec)}"
+            f"{folder} uses a custom layer spec, which is code; if you trust it, add --spec {' '.join(model.spec)}"
         )
     origin = folder.parent / FOLDER_NAME
 

@@ -24,7 +24,7 @@ _TYPE_NAMES = {
 }
 
 
-class Problem(ValueError):
+class InvalidKey(ValueError):
     """Raised for an invalid or unsupported key in config.json, or in an object of it."""
 
     def __init__(self, what: str, where: str = ORIGIN) -> None:
@@ -39,7 +39,7 @@ class ConfigReader:
         self.read: set[str] = set()
 
     def get(self, key: str, kind: type, default: Any = None, absent: Any = None) -> Any:
-        """Returns the value of a key, or the default if absent or null; raises Problem for another type.
+        """Returns the value of a key, or the default if absent or null; raises InvalidKey for another type.
 
         `absent` is the default of a key that is absent but not null, if they differ.
         """
@@ -49,25 +49,25 @@ class ConfigReader:
         if (value := self.config.get(key)) is None:
             return default
         if not _has_type(value, kind):
-            raise Problem(f"{key} {value!r:.200}, but it must be {_TYPE_NAMES[kind]}", self.where)
+            raise InvalidKey(f"{key} {value!r:.200}, but it must be {_TYPE_NAMES[kind]}", self.where)
         return float(value) if kind is float else value
 
     def one_of(self, keys: tuple[str, ...], kind: type, default: Any = None) -> Any:
-        """Returns the value of a key with several names; raises Problem if they differ."""
+        """Returns the value of a key with several names; raises InvalidKey if they differ."""
         values = {key: value for key in keys if (value := self.get(key, kind)) is not None}
         if len(set(map(str, values.values()))) > 1:
             both = ", ".join(f"{key} {value!r:.200}" for key, value in values.items())
-            raise Problem(f"{both}, which must be equal; remove the wrong one", self.where)
+            raise InvalidKey(f"{both}, which must be equal; remove the wrong one", self.where)
         return next(iter(values.values()), default)
 
     def require(self, key: str, allowed: tuple[Any, ...]) -> None:
-        """Raises Problem unless the value is allowed, null or absent."""
+        """Raises InvalidKey unless the value is allowed, null or absent."""
         self.read.add(key)
         value = self.config.get(key)
         same = (value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
         if value is not None and not any(same):
             only = f"only {', '.join(repr(one) for one in allowed)} is" if allowed else "no value of it is"
-            raise Problem(f"{key} {value!r:.200}, but {only} supported", self.where)
+            raise InvalidKey(f"{key} {value!r:.200}, but {only} supported", self.where)
 
     def unread(self) -> dict[str, Any]:
         return {key: value for key, value in self.config.items() if key not in self.read}
@@ -84,7 +84,7 @@ def _has_type(value: Any, kind: type) -> bool:
     return isinstance(value, kind)
 
 
-class Part(Protocol):
+class KeyGroup(Protocol):
     """Converts some keys of a config.json; `keys` are all that it reads, even if it fails."""
 
     keys: ClassVar[tuple[str, ...]]
@@ -108,7 +108,7 @@ class Heads:
         heads = config.get("num_attention_heads", int, self.heads)
         groups = config.get("num_key_value_heads", int, heads, absent=self.groups)
         if heads % groups:
-            raise Problem(
+            raise InvalidKey(
                 f"num_attention_heads {heads}, which is not a multiple of its num_key_value_heads {groups}"
             )
         settings.assign(ORIGIN, num_attention_heads=heads, num_query_groups=groups)
@@ -132,9 +132,9 @@ class Gpt2Widths:
         settings.assign(ORIGIN, ffn_hidden_size=inner, kv_channels=hidden // heads, hidden_dropout=dropout)
         embedding = config.get("embd_pdrop", float, 0.1)
         if hidden % heads:
-            raise Problem(f"n_embd {hidden}, which is not a multiple of its n_head {heads}")
+            raise InvalidKey(f"n_embd {hidden}, which is not a multiple of its n_head {heads}")
         if embedding != settings.hidden_dropout:
-            raise Problem(
+            raise InvalidKey(
                 f"embd_pdrop {embedding} and resid_pdrop {settings.hidden_dropout}, but here they are one "
                 f"setting (hidden_dropout); make them equal"
             )
@@ -186,10 +186,10 @@ class Rotary:
         rope = ConfigReader(older or newer or {}, f"{key} in config.json")
         within, beside = rope.get("rope_theta", float), config.get("rope_theta", float)
         if within is not None and beside is not None and within != beside:
-            raise Problem(f"rope_theta {beside!r} and {within!r} in {key}; make them equal")
+            raise InvalidKey(f"rope_theta {beside!r} and {within!r} in {key}; make them equal")
         base = next(theta for theta in (within, beside, self.theta) if theta is not None)
         if base == 0:
-            raise Problem("rope_theta 0, but it must be more than 0")
+            raise InvalidKey("rope_theta 0, but it must be more than 0")
         settings.assign(ORIGIN, rotary_base=base)
         if older and newer:
             self._require_equal(older, newer, base)
@@ -197,7 +197,7 @@ class Rotary:
         kind = rope.one_of(("rope_type", "type"), str, "default")
         if kind != "default":
             if kind not in SCALINGS:
-                raise Problem(
+                raise InvalidKey(
                     f"rope_type {kind!r}, but only default, {', '.join(SCALINGS)} are supported", rope.where
                 )
             settings.assign(ORIGIN, rope_scaling_type=kind)
@@ -206,21 +206,21 @@ class Rotary:
                 if (scale := rope.get(theirs, of_kind)) is not None:
                     settings.assign(ORIGIN, **{ours: scale})
                 elif theirs in _REQUIRED_SCALING_KEYS:
-                    raise Problem(f"rope_type {kind!r} without {theirs}; write it there", rope.where)
+                    raise InvalidKey(f"rope_type {kind!r} without {theirs}; write it there", rope.where)
                 elif theirs == "original_max_position_embeddings":
                     settings.assign(ORIGIN, **{ours: settings.max_position_embeddings})
         elif rope.get("factor", float, 1.0) != 1.0:
-            raise Problem("a factor but no rope_type; write which type of scaling it is", rope.where)
+            raise InvalidKey("a factor but no rope_type; write which type of scaling it is", rope.where)
         for name, value in rope.unread().items():
-            raise Problem(f"{name} {value!r}, which is not known for rope_type {kind!r}", rope.where)
+            raise InvalidKey(f"{name} {value!r}, which is not known for rope_type {kind!r}", rope.where)
 
     def _require_equal(self, older: Mapping[str, Any], newer: Mapping[str, Any], base: float) -> None:
-        """Raises Problem if `rope_parameters` differs from `rope_scaling`, which has precedence."""
+        """Raises InvalidKey if `rope_parameters` differs from `rope_scaling`, which has precedence."""
         kind = older.get("rope_type", older.get("type"))
         known = {**older, "rope_type": kind, "type": kind, "rope_theta": base}
         for name, value in newer.items():
             if value != known.get(name):
-                raise Problem(
+                raise InvalidKey(
                     f"{name} {known.get(name)!r} in rope_scaling and {value!r} in rope_parameters; make them equal"
                 )
 
@@ -249,10 +249,10 @@ class LayersWithExperts:
         step, dense = config.get("decoder_sparse_step", int, 1), config.get("mlp_only_layers", list, [])
         layers = range(settings.num_layers)
         if any(number not in layers for number in dense):
-            raise Problem(f"mlp_only_layers {dense!r}, but there are {len(layers)} layers, from 0 on")
+            raise InvalidKey(f"mlp_only_layers {dense!r}, but there are {len(layers)} layers, from 0 on")
         sparse = [int((i + 1) % step == 0 and i not in dense) for i in layers]
         if not any(sparse):
-            raise Problem(
+            raise InvalidKey(
                 f"mlp_only_layers {dense!r} and decoder_sparse_step {step}, so no layer has experts"
             )
         settings.assign(ORIGIN, moe_layer_freq="1" if all(sparse) else layer_list(sparse))
@@ -323,13 +323,13 @@ class WindowByLayer:
         used, count = config.get("use_sliding_window", bool, False), settings.num_layers
         if (kinds := config.get("layer_types", list)) is not None:
             if unknown := [kind for kind in kinds if kind not in (_FULL, _WINDOW)]:
-                raise Problem(f"{unknown[0]!r} in layer_types, but only {_FULL} and {_WINDOW} are supported")
+                raise InvalidKey(f"{unknown[0]!r} in layer_types; only {_FULL} and {_WINDOW} are supported")
             if len(kinds) != count:
-                raise Problem(f"{len(kinds)} layer_types for {count} layers (num_hidden_layers)")
+                raise InvalidKey(f"{len(kinds)} layer_types for {count} layers (num_hidden_layers)")
             if _WINDOW in kinds and not used:
-                raise Problem(f"{_WINDOW} in layer_types, but use_sliding_window False; make them agree")
+                raise InvalidKey(f"{_WINDOW} in layer_types, but use_sliding_window False; make them agree")
         elif used and not self.by_number:
-            raise Problem("use_sliding_window True without layer_types; write which layers have windows")
+            raise InvalidKey("use_sliding_window True without layer_types; write which layers have windows")
         elif used:
             # `get` refuses 0, which is valid here: all layers have windows.
             zero = config.config.get("max_window_layers") == 0

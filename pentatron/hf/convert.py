@@ -31,13 +31,13 @@ from pentatron.monitor.display import Display
 from pentatron.settings.entry_points import EntryPoint
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.run_config import RunConfig
-from pentatron.settings.settings import Facts, Settings
+from pentatron.settings.settings import ProcessFacts, Settings
 from pentatron.text import parse_json
 
 # Placeholders for the required settings of a run, which do not affect the weights.
 _PLACEHOLDERS = {"dataset_size": 1, "train_iters": 1, "global_batch_size": 1, "micro_batch_size": 1}
 _IMPORTED = EntryPoint(name="pentatron import", summary="", defaults=_PLACEHOLDERS)
-Judge = Callable[[Path], None]
+Validator = Callable[[Path], None]
 # Marks step 0 as imported weights, without optimizer state and sample order.
 IMPORTED_RUN_STATE: Mapping[str, Any] = {"step": 0, "weights_only": True}
 _METADATA = {"format": "pt"}
@@ -56,11 +56,11 @@ class ImportOptions:
 
 
 def import_folder(
-    source: Path, out: Path, options: ImportOptions, display: Display, judge: Judge | None = None
+    source: Path, out: Path, options: ImportOptions, display: Display, validate: Validator | None = None
 ) -> Summary:
     """Imports a Hugging Face folder as a checkpoint. The source is checked before anything is written.
 
-    `judge` is called with the complete folder before it is renamed to `out`, and may raise.
+    `validate` is called with the complete folder before it is renamed to `out`, and may raise.
     """
     files = small_files(source, options.tokenizer)
     for doubt in unusable_file_warnings(files):
@@ -77,8 +77,8 @@ def import_folder(
             save_streamed(store, 0, weights, read, state, config.nested(), options.file_bytes)
             copy_files(files, new / FOLDER_NAME)
             seconds = progress.seconds
-            if judge is not None:
-                judge(new)
+            if validate is not None:
+                validate(new)
         return _summary(outlines, seconds)
 
 
@@ -113,7 +113,7 @@ def config_for(settings: Mapping[str, Any]) -> RunConfig:
     draft = gather([], _IMPORTED)
     draft.assign("config.json", **settings)
     draft.assign("config.json", seq_length=draft.max_position_embeddings)
-    return resolve(draft, Facts(world_size=1)).config
+    return resolve(draft, ProcessFacts(world_size=1)).config
 
 
 @dataclass(frozen=True)
@@ -125,11 +125,11 @@ class ExportOptions(ImportOptions):
 
 
 def export_step(
-    found: Checkpoint, out: Path, options: ExportOptions, display: Display, judge: Judge | None = None
+    found: Checkpoint, out: Path, options: ExportOptions, display: Display, validate: Validator | None = None
 ) -> Summary:
     """Exports a step as a Hugging Face folder.
 
-    `judge` is called with the complete folder before it is renamed to `out`, and may raise."""
+    `validate` is called with the complete folder before it is renamed to `out`, and may raise."""
     model, moe = saved_architecture(found)
     model_files = found.folder.parent / FOLDER_NAME
     config = config_from_settings(model, moe, _original_config(model_files))
@@ -151,8 +151,8 @@ def export_step(
         write_new_synced(new / CONFIG, _json(config))
         copy_files((path for path in small_files(model_files, options.tokenizer) if path.name != CONFIG), new)
         seconds = progress.seconds
-        if judge is not None:
-            judge(new)
+        if validate is not None:
+            validate(new)
     return _summary(outlines, seconds)
 
 

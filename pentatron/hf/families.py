@@ -34,7 +34,7 @@ class Family:
     architecture: str
     fixed: Mapping[str, Any]
     keys: tuple[Key, ...]
-    parts: tuple[config_reader.Part, ...] = ()
+    parts: tuple[config_reader.KeyGroup, ...] = ()
     required: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -77,7 +77,7 @@ def _expert_keys(experts: str, also: str, count: int, topk: int) -> tuple[Key, .
 def _llama_family(
     architecture: str,
     keys: tuple[Key, ...],
-    parts: tuple[config_reader.Part, ...],
+    parts: tuple[config_reader.KeyGroup, ...],
     required: Mapping[str, tuple[Any, ...]] | None = None,
     **fixed: Any,
 ) -> Family:

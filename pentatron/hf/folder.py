@@ -58,8 +58,8 @@ def open_folder(path: Path) -> Iterator[HuggingFaceFolder]:
         )
     if not (path / CONFIG).exists():
         raise UserError(
-            f"{path} has no {CONFIG}, so it is no Hugging Face model; give the folder save_pretrained wrote"
-            + (" (checkpoints are loaded as they are: --load)" if (path / "latest").exists() else "")
+            f"{path} has no {CONFIG}, so it is not a Hugging Face model; give a folder written by save_pretrained"
+            + (" (checkpoints are loaded without conversion: --load)" if (path / "latest").exists() else "")
         )
     config, expected = _read_json(path / CONFIG), _weight_files(path)
     with ExitStack() as closing:
@@ -103,7 +103,7 @@ def _weight_files(path: Path) -> dict[str, set[str] | None]:
             f"{path} has its weights in {pickled[0]} alone, which may run code when it is read; convert it where you trust it: "
             f"AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )
-    raise UserError(f"{path} has no weights: neither {SINGLE} nor {INDEX}; was the download complete?")
+    raise UserError(f"{path} has no weights: neither {SINGLE} nor {INDEX}; complete the download")
 
 
 def _files_of_index(path: Path) -> dict[str, set[str] | None]:

@@ -40,7 +40,7 @@ def resolve_folder(name: str, network: bool = True, files: Sequence[str] = WANTE
         return Path(snapshot_download(name, local_files_only=not network, **patterns))
     except errors.RepositoryNotFoundError:
         raise UserError(
-            f"there is no folder {name} here, and the hub has no model of that name that you may see; check the spelling, "
+            f"there is no folder {name}, and no accessible model of that name on the hub; check the spelling, "
             f"and for a gated or private model run `hf auth login`"
         ) from None
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
@@ -59,6 +59,6 @@ def _unavailable(name: str, reason: str) -> UserError:
             f"check the path"
         )
     return UserError(
-        f"{name} is not a folder here and could not be downloaded ({reason}); where there is a network run `hf download "
+        f"{name} is not a folder and could not be downloaded ({reason}); where there is a network run `hf download "
         f"{name} --local-dir DIR`, copy DIR here and name it instead"
     )

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from pentatron.checkpoint.manifest_checks import implausible
+from pentatron.checkpoint.manifest_checks import size_problem
 from pentatron.errors import ConfigError, UserError
 from pentatron.hf import config_reader
-from pentatron.hf.config_reader import ORIGIN, SCALINGS, ConfigReader, Problem
+from pentatron.hf.config_reader import ORIGIN, SCALINGS, ConfigReader, InvalidKey
 from pentatron.hf.families import FAMILIES, INERT, NEUTRAL
 from pentatron.hf.folder import HuggingFaceFolder
 from pentatron.settings.model import MoEConfig, TransformerConfig, moe_layers
-from pentatron.settings.parameters import has_mlp_bias, has_proj_bias, has_qkv_bias
+from pentatron.settings.model_sizes import has_mlp_bias, has_proj_bias, has_qkv_bias
 from pentatron.settings.settings import Settings
 
 # Settings that do not change the outputs of a trained model.
@@ -95,10 +95,10 @@ def settings_from_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _collected(problems: list[str]) -> Iterator[None]:
-    """Appends the Problem of the block, if any."""
+    """Appends the InvalidKey of the block, if any."""
     try:
         yield
-    except Problem as problem:
+    except InvalidKey as problem:
         problems.append(str(problem))
 
 
@@ -108,7 +108,7 @@ def settings_from_folder(folder: HuggingFaceFolder) -> dict[str, Any]:
     The model is built before the weights are read, so a wrong config.json could otherwise exhaust memory.
     """
     settings = settings_from_config(folder.config)
-    if problem := implausible(settings, {name: tensor.shape for name, tensor in folder.tensors.items()}):
+    if problem := size_problem(settings, {name: tensor.shape for name, tensor in folder.tensors.items()}):
         raise UserError(
             f"{folder.path} cannot be the model that its config.json describes ({problem}); download it again"
         )

@@ -64,9 +64,7 @@ def tokenizer_files(place: Path) -> list[Path]:
     """Returns the tokenizer files in a folder, or the given file itself."""
     paths = [place] if place.is_file() else list(filter(_is_tokenizer_file, _files(place)))
     if not paths:
-        raise UserError(
-            f"{place} has no tokenizer files such as tokenizer.json; name the folder of a tokenizer"
-        )
+        raise UserError(f"{place} has no tokenizer files such as tokenizer.json; name a tokenizer's folder")
     return paths
 
 
@@ -121,7 +119,7 @@ def copy_model_files(source: Path, checkpoints: Path) -> None:
     # An existing folder is only replaced if it contains nothing else.
     if target.exists() and not (target.is_dir() and set(target.iterdir()) <= set(small_files(target))):
         raise UserError(
-            f"{target} is where a run keeps the tokenizer and config.json of its model, but it holds something else; choose another "
+            f"{target} is where a run keeps the tokenizer and config.json of its model, but it has other content; choose another "
             f"--save"
         )
     # Copied under a temporary name first, so that an incomplete copy is never used.

@@ -5,7 +5,7 @@ from typing import Any
 
 from pentatron.errors import UserError
 from pentatron.settings.declaration import Setting
-from pentatron.settings.run_config import RunConfig, table
+from pentatron.settings.run_config import RunConfig, all_settings
 from pentatron.settings.settings import Settings, is_unset
 from pentatron.settings.training import OptimConfig
 
@@ -52,7 +52,7 @@ def settings_from_arguments(args: Mapping[str, Any], origin: str) -> dict[str, A
 def _copied_settings(args: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments with the meaning of a setting, usually under the same name."""
     settings: dict[str, Any] = {}
-    for name, item in table().items():
+    for name, item in all_settings().items():
         names = _THEIR_NAMES.get(name, (name,)) if item.section in _READ_SECTIONS else ()
         valid = [args[theirs] for theirs in names if theirs in args and _is_valid(args[theirs], item)]
         if valid:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pentatron.checkpoint.find import find_megatron_checkpoint
-from pentatron.checkpoint.manifest_checks import implausible
+from pentatron.checkpoint.manifest_checks import size_problem
 from pentatron.checkpoint.store import Checkpoint
 from pentatron.checkpoint.tensor_file import STORAGES
 from pentatron.checkpoint.torch_file import raw_data_position
@@ -229,7 +229,7 @@ def as_checkpoint(contents: MegatronCheckpoint) -> Checkpoint:
     settings = settings_from_arguments(contents.arguments, str(contents.folder))
     # Building the model allocates memory, so its size is checked against the stored tensors first.
     shapes = {name: stored.shape for name, stored in contents.tensors.items()}
-    if problem := implausible(settings, shapes, stacked=True):
+    if problem := size_problem(settings, shapes, stacked=True):
         raise UserError(
             f"{contents.folder} cannot be the model that it describes ({problem}); name another checkpoint"
         )

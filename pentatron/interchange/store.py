@@ -25,7 +25,7 @@ from pentatron.interchange import index
 from pentatron.interchange.arguments import arguments_from_settings, common_state
 from pentatron.interchange.index import MASTER_PREFIX, STATE_PREFIX, VOCABULARY
 from pentatron.interchange.torch_dist import HashedFile, WrittenRectangle, write_common, write_index
-from pentatron.parallel.encoding import sendable
+from pentatron.parallel.serialization import sendable
 from pentatron.parallel.sharding import Fragment, Shape
 from pentatron.settings.run_config import RunConfig
 
@@ -128,12 +128,12 @@ class TorchDistStore(CheckpointStore):
         return format.TensorRecord(str(values.dtype).removeprefix("torch."), tuple(fragment.shape), (piece,))
 
     def complete(
-        self, temporary: Path, draft: format.Manifest, everyone: Sequence[_TorchDistWritten]
+        self, temporary: Path, draft: format.Manifest, rank_results: Sequence[_TorchDistWritten]
     ) -> format.Manifest:
         """Rank 0 writes what belongs to no rank, after checking that the fragments are complete."""
-        manifest = super().complete(temporary, draft, everyone)
-        places = [place for wrote in everyone for place in wrote.places]
-        with _RankFile(temporary / f"__{len(everyone)}_0.distcp") as file:
+        manifest = super().complete(temporary, draft, rank_results)
+        places = [place for wrote in rank_results for place in wrote.places]
+        with _RankFile(temporary / f"__{len(rank_results)}_0.distcp") as file:
             self._add_padding(file, {place.theirs: place.dtype for place in places})
             empty_object = WrittenRectangle("", None, (), "", file.path.name, *file.save([None]))
             places += file.places

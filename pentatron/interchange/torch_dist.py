@@ -27,7 +27,7 @@ from pentatron.interchange.index import (
     StoredRectangle,
     without_unreadable_optimizer,
 )
-from pentatron.parallel.encoding import sendable
+from pentatron.parallel.serialization import sendable
 from pentatron.parallel.sharding import Shape
 
 # --- the sandboxed unpickler ---
@@ -49,9 +49,7 @@ def unpickle_in_sandbox(path: Path, seconds: int = _SECONDS) -> Any:
         with path.open("rb") as file:
             seconds += os.fstat(file.fileno()).st_size // _BYTES_PER_SECOND
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be read ({error.strerror or error}); name another checkpoint"
-        ) from None
+        raise UserError(f"{path} cannot be read ({error.strerror or error}); name another one") from None
     # -I and -S: isolated from the environment and from installed packages.
     program = [sys.executable, "-I", "-S", str(_PROGRAM), str(path.resolve()), str(seconds)]
     limit = seconds * _PATIENCE

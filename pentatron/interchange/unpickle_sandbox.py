@@ -34,7 +34,7 @@ _MAX_OUTPUT_BYTES = 2**28
 _BYTES_PER_VALUE = 64
 
 
-class Refused(Exception):
+class ForbiddenName(Exception):
     """The file names something that no checkpoint needs."""
 
 
@@ -77,7 +77,7 @@ class SandboxUnpickler(pickle.Unpickler):
         origin, root = f"{module}.{name}", module.partition(".")[0]
         allowed = name in _BUILTINS if module in ("builtins", "__builtin__") else root in _MODULES
         if not allowed:
-            raise Refused(origin)
+            raise ForbiddenName(origin)
         return OrderedDict if origin == "collections.OrderedDict" else _stand_in(origin)
 
     def persistent_load(self, pid: Any) -> Any:
@@ -195,7 +195,7 @@ def main(path: str, seconds: int) -> int:
     limit(seconds)
     try:
         answer = {"found": read_archive(path) if zipfile.is_zipfile(path) else read_index(path)}
-    except Refused as name:
+    except ForbiddenName as name:
         answer = {"refused": str(name)}
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}

@@ -203,10 +203,10 @@ def environment_notices(
     connections = f"{CONNECTIONS}={environment.get(CONNECTIONS)}"
     if CONNECTIONS in given:
         read = f"CUDA reads from the environment: {connections}"
-        lines.append(read if on_gpu else f"{connections}: there is no GPU here")
+        lines.append(read if on_gpu else f"{connections}: this machine has no GPU")
     elif on_gpu and CONNECTIONS in environment:
         order = "so that kernels start in the order in which they were queued"
-        lines.append(f"{connections} is set, {order}; your own value would count")
+        lines.append(f"{connections} is set, {order}; a value that you export has precedence")
     return lines
 
 

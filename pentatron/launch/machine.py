@@ -151,7 +151,7 @@ def _gpus() -> Iterator[Row]:
         advice = "torch does not use the GPUs that the driver knows: install a CUDA build of torch that fits the driver"
         yield "count", "0 for torch", PROBLEM, advice
     else:
-        advice = "enough for small models and for trying things out"
+        advice = "enough for small models and experiments"
         yield "count", "none: runs compute on the CPU", NOTE, advice
 
 
@@ -196,13 +196,15 @@ def _network(environment: Mapping[str, str]) -> Iterator[Row]:
         yield "this machine", f"{host} is unknown", NOTE, advice
         return
     is_loopback = all(address.startswith("127.") or address == "::1" for address in addresses)
-    advice = "its name means itself only: use an address as MASTER_ADDR where several machines train together"
+    advice = (
+        "its name resolves to loopback only: use an address as MASTER_ADDR if several machines train together"
+    )
     yield _row("this machine", f"{host} is {', '.join(addresses)}", is_loopback, NOTE, advice)
 
 
 def _slurm(environment: Mapping[str, str]) -> Iterator[Row]:
     version = _first_output_line("sbatch", "--version")
-    yield "sbatch", version or "not here: `pentatron launch torchrun` starts runs on several machines"
+    yield "sbatch", version or "not installed: `pentatron launch torchrun` starts runs on several machines"
     if version and "SLURM_JOB_ID" in environment:
         yield "inside job", f"{environment['SLURM_JOB_ID']}, {environment.get('SLURM_NNODES', '?')} nodes"
 
@@ -214,7 +216,7 @@ def _variables(environment: Mapping[str, str]) -> list[Row]:
     if "RANK" in environment and "WORLD_SIZE" in environment:
         advice = "RANK and WORLD_SIZE are set in this shell, so commands start as workers of a launcher: unset RANK WORLD_SIZE"
         rows.append(("launcher", f"rank {environment['RANK']} of {environment['WORLD_SIZE']}", NOTE, advice))
-    return rows or [("NCCL, CUDA, launchers", "none is set; sensible values are used")]
+    return rows or [("NCCL, CUDA, launchers", "none is set; defaults are used")]
 
 
 def _packages() -> Iterator[Row]:
@@ -222,9 +224,9 @@ def _packages() -> Iterator[Row]:
         version = _version(name)
         yield _row(name, version or "missing", not version, PROBLEM, f"pip install {name}")
     for name, purpose in _OPTIONAL.items():
-        yield name, _version(name) or f"not here; pip install {name} for {purpose}"
+        yield name, _version(name) or f"not installed; pip install {name} for {purpose}"
     flash = _version("flash-attn")
-    installed = f"{flash}, not used" if flash else "not here, not needed"
+    installed = f"{flash}, not used" if flash else "not installed, not needed"
     yield "flash-attn", f"{installed}: attention is torch's own"
 
 

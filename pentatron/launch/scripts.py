@@ -239,11 +239,11 @@ def node_script(job: Job, command: Sequence[str], equation: str) -> str:
 
 def _instructions(job: Job) -> list[str]:
     if job.nodes == 1:
-        return ["# Run it with bash; further words go to the training command."]
+        return ["# Run it with bash; further arguments go to the training command."]
     return [
         f"# Run it on each of the {job.nodes} machines, with the machine's number first: bash THIS_FILE 0 on "
         f"{job.master_addr or 'the one that MASTER_ADDR names'}, bash THIS_FILE 1 ...",
-        "# All of them need this folder, the same Python packages and the same data; further words go to the training command.",
+        "# All of them need this folder, the same Python packages and the same data; further arguments go to the training command.",
     ]
 
 

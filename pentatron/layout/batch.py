@@ -70,21 +70,21 @@ class BatchSizeSchedule:
         return bisect.bisect_right(self.changes, consumed_samples, key=lambda change: change[0]) - 1
 
     @cached_property
-    def stretches(self) -> tuple[BatchSizePhase, ...]:
-        """The stretches of a run from sample 0; the last one is unbounded.
+    def phases(self) -> tuple[BatchSizePhase, ...]:
+        """The phases of a run from sample 0; the last one is unbounded.
 
         Omits sizes that a large step skips.
         """
-        return tuple(self._stretches_from(0))
+        return tuple(self._phases_from(0))
 
-    def _stretches_from(self, consumed_samples: int) -> list[BatchSizePhase]:
-        stretches: list[BatchSizePhase] = []
+    def _phases_from(self, consumed_samples: int) -> list[BatchSizePhase]:
+        phases: list[BatchSizePhase] = []
         step, sample, entry = 0, consumed_samples, self._entry_at(consumed_samples)
         while True:
             size = self.changes[entry][1]
-            stretches.append(BatchSizePhase(step, sample, size))
+            phases.append(BatchSizePhase(step, sample, size))
             if entry + 1 == len(self.changes):
-                return stretches
+                return phases
             steps = -(-(self.changes[entry + 1][0] - sample) // size)
             step, sample = step + steps, sample + steps * size
             entry = self._entry_at(sample)
@@ -95,20 +95,20 @@ class BatchSizeSchedule:
 
     def advance(self, consumed_samples: int, steps: int) -> int:
         """Returns the samples consumed `steps` steps after `consumed_samples`."""
-        stretches = self.stretches if consumed_samples == 0 else self._stretches_from(consumed_samples)
-        stretch = stretches[bisect.bisect_right(stretches, steps, key=lambda s: s.first_step) - 1]
-        return stretch.first_sample + (steps - stretch.first_step) * stretch.size
+        phases = self.phases if consumed_samples == 0 else self._phases_from(consumed_samples)
+        phase = phases[bisect.bisect_right(phases, steps, key=lambda s: s.first_step) - 1]
+        return phase.first_sample + (steps - phase.first_step) * phase.size
 
     def steps_within(self, samples: int) -> int:
         """Returns how many whole steps `samples` are enough for."""
-        number = bisect.bisect_right(self.stretches, samples, key=lambda s: s.first_sample) - 1
-        stretch = self.stretches[number]
-        return stretch.first_step + (samples - stretch.first_sample) // stretch.size
+        number = bisect.bisect_right(self.phases, samples, key=lambda s: s.first_sample) - 1
+        phase = self.phases[number]
+        return phase.first_step + (samples - phase.first_sample) // phase.size
 
     def sizes(self, steps: int | None = None, consumed_samples: int = 0) -> list[BatchSizePhase]:
-        """Returns the stretches of the next `steps` (default: of all) after `consumed_samples`."""
-        stretches = self._stretches_from(consumed_samples)
-        return [s for s in stretches if steps is None or s.first_step < max(1, steps)]
+        """Returns the phases of the next `steps` (default: of all) after `consumed_samples`."""
+        phases = self._phases_from(consumed_samples)
+        return [s for s in phases if steps is None or s.first_step < max(1, steps)]
 
     @property
     def common_divisor(self) -> int:
@@ -127,7 +127,7 @@ def linear_ramp(start: int, increment: int, samples: int, full: int) -> BatchSiz
     Raises `ValueError` with a message for the user if the sizes do not fit.
     """
     if start > full:
-        problem = f"a ramp goes up: it cannot start at {start}, above the global batch size {full}"
+        problem = f"the batch size ramp cannot start at {start}, above the global batch size {full}"
         raise ValueError(f"{problem}; lower START or raise --global-batch-size")
     increments, rest = divmod(full - start, increment)
     if rest:

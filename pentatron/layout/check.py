@@ -35,7 +35,7 @@ class ScheduleError(ValueError):
 
 
 @dataclass(frozen=True)
-class Slot:
+class TimeSlot:
     """The time span of one computation, in units of a forward."""
 
     start: int
@@ -47,16 +47,16 @@ class Slot:
 class ScheduleProperties:
     """Properties of a valid schedule.
 
-    `alive`: the most micro-batches each rank holds at once between their forward and the end of their
+    `in_flight`: the most micro-batches each rank holds at once between their forward and the end of their
     backward, summed over its stages. `deferred`: the most between the two halves of a backward, of which only
     the inputs of the weight gradients are kept. `timeline`: the computations of each rank, if a backward
     takes twice as long as a forward, each half as long as one, and messages take no time. `bubble`: the
     fraction of the ranks' time spent waiting.
     """
 
-    alive: tuple[int, ...]
+    in_flight: tuple[int, ...]
     deferred: tuple[int, ...]
-    timeline: tuple[tuple[Slot, ...], ...]
+    timeline: tuple[tuple[TimeSlot, ...], ...]
     time: int
     bubble: float
 
@@ -82,9 +82,9 @@ def check(schedule: Schedule) -> ScheduleProperties:
     time = max(slots[-1].end for slots in timeline)
     busy = sum(slot.end - slot.start for slots in timeline for slot in slots)
     ends = (Kind.BACKWARD, Kind.WEIGHT)
-    alive = tuple(_most_in_flight(actions, Kind.FORWARD, ends) for actions in schedule.actions)
+    in_flight = tuple(_most_in_flight(actions, Kind.FORWARD, ends) for actions in schedule.actions)
     deferred = tuple(_most_in_flight(actions, Kind.INPUT, (Kind.WEIGHT,)) for actions in schedule.actions)
-    return ScheduleProperties(alive, deferred, timeline, time, bubble=1 - busy / (time * len(timeline)))
+    return ScheduleProperties(in_flight, deferred, timeline, time, bubble=1 - busy / (time * len(timeline)))
 
 
 def _check_complete(schedule: Schedule, split_cells: Cells) -> None:
@@ -198,14 +198,14 @@ def _check_channels(schedule: Schedule) -> None:
                 raise ScheduleError(f"rank {receiver}: {_describe(receive)} would get {got}")
 
 
-def _simulate(schedule: Schedule, dependencies: Dependencies) -> tuple[tuple[Slot, ...], ...]:
+def _simulate(schedule: Schedule, dependencies: Dependencies) -> tuple[tuple[TimeSlot, ...], ...]:
     """Simulates the timing; raises on a deadlock.
 
     A message arrives when it has been sent and its receive is posted, and after the previous one on its
     channel. A send never blocks. With buffered sends messages arrive no later, so that case is covered.
     """
     clock = [0 for _ in schedule.actions]
-    slots: list[list[Slot]] = [[] for _ in schedule.actions]
+    slots: list[list[TimeSlot]] = [[] for _ in schedule.actions]
     # When computations ended and sends and receives were posted. Ranks post in order, so that messages of a
     # channel arrive in order.
     done: dict[Action, int] = {}
@@ -219,7 +219,7 @@ def _simulate(schedule: Schedule, dependencies: Dependencies) -> tuple[tuple[Slo
                 return False
             start = max([clock[rank], *(done[needed] for needed in (*required, *sends))])
             clock[rank] = start + DURATION[action.kind]
-            slots[rank].append(Slot(start, clock[rank], action))
+            slots[rank].append(TimeSlot(start, clock[rank], action))
         done[action] = clock[rank]
         return True
 

@@ -21,13 +21,13 @@ class DocumentRange:
 
 
 def document_ranges(
-    starts: Sequence[int], begin: int, end: int, together: int = MAX_JOINT_TOKENS
+    starts: Sequence[int], begin: int, end: int, max_joint_tokens: int = MAX_JOINT_TOKENS
 ) -> list[DocumentRange]:
-    """Splits the range [begin, end) into documents, or groups of documents with at most `together` tokens."""
+    """Splits the range [begin, end) into documents, or groups of at most `max_joint_tokens`."""
     bounds = [begin, *(start for start in starts if begin < start < end), end]
     merged: list[DocumentRange] = []
     for first, last in pairwise(bounds):
-        if merged and last - (begun := merged[-1].begin) <= together:
+        if merged and last - (begun := merged[-1].begin) <= max_joint_tokens:
             merged[-1] = DocumentRange(begun, last, (*merged[-1].cuts, first - begun))
         else:
             merged.append(DocumentRange(first, last))

@@ -16,10 +16,10 @@ def align_up(number: int, unit: int = ALIGNMENT) -> int:
 
 @dataclass(frozen=True)
 class Item:
-    """A parameter of `elements` with replicas on the axis `copies`. `alone`: it gets its own bucket."""
+    """A parameter of `elements` with replicas on `replica_axis`. `alone`: it gets its own bucket."""
 
     elements: int
-    copies: Axis
+    replica_axis: Axis
     alone: bool = False
 
 
@@ -27,7 +27,7 @@ class Item:
 class PackedBucket:
     """One bucket: the indices of its items, and the axis of their replicas."""
 
-    copies: Axis
+    replica_axis: Axis
     items: list[int] = field(default_factory=list)
 
     def size(self, items: Sequence[Item], ranks: int) -> int:
@@ -45,10 +45,10 @@ def pack(items: Sequence[Item], limit: int) -> list[PackedBucket]:
     for number in reversed(range(len(items))):
         item = items[number]
         size = align_up(item.elements)
-        bucket, filled = open_buckets.get(item.copies, (PackedBucket(item.copies), limit))
+        bucket, filled = open_buckets.get(item.replica_axis, (PackedBucket(item.replica_axis), limit))
         if item.alone or filled + size > limit:
-            bucket, filled = PackedBucket(item.copies), 0
+            bucket, filled = PackedBucket(item.replica_axis), 0
             buckets.append(bucket)
         bucket.items.append(number)
-        open_buckets[item.copies] = (bucket, limit if item.alone else filled + size)
+        open_buckets[item.replica_axis] = (bucket, limit if item.alone else filled + size)
     return buckets

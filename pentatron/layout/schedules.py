@@ -34,7 +34,7 @@ Order = Sequence[Computation]
 Orders = Sequence[Order]
 
 
-class Stages(enum.Enum):
+class StagesPerRank(enum.Enum):
     """Number of stages a schedule runs on each rank."""
 
     ONE = "one"
@@ -52,7 +52,7 @@ class ScheduleKind:
     """
 
     orders: Callable[[Placement, int, int | None], Orders]
-    stages: Stages | None = None
+    stages: StagesPerRank | None = None
     splits_backward: bool = False
     micro_batches_per_rank: int = 0
 
@@ -87,14 +87,14 @@ class _RankState:
     limit: int
     order: list[Computation] = field(default_factory=list)
     waiting: deque[tuple[int, int]] = field(default_factory=deque)
-    alive: int = 0
+    in_flight: int = 0
 
     def advance(self, placement: Placement, finished: set[Computation]) -> Computation | None:
         """Runs the next computation of the first lane that has its inputs and memory, else the oldest pending
         weight gradient; returns what ran.
         """
         for lane in filter(None, self.lanes):
-            has_memory = lane[0][0] is not Kind.FORWARD or self.alive < self.limit
+            has_memory = lane[0][0] is not Kind.FORWARD or self.in_flight < self.limit
             if has_memory and _inputs(placement, lane[0]) <= finished:
                 computation = lane.popleft()
                 break
@@ -102,7 +102,7 @@ class _RankState:
             if not self.waiting:
                 return None
             computation = (Kind.WEIGHT, *self.waiting.popleft())
-        self.alive += {Kind.FORWARD: 1, Kind.INPUT: 0, Kind.WEIGHT: -1}[computation[0]]
+        self.in_flight += {Kind.FORWARD: 1, Kind.INPUT: 0, Kind.WEIGHT: -1}[computation[0]]
         if computation[0] is Kind.INPUT:
             self.waiting.append(computation[1:])
         self.order.append(computation)
@@ -193,10 +193,15 @@ def uses_groups(kind: str, virtual: int) -> bool:
     return kind == "interleaved" or (kind == "zero-bubble" and virtual > 1)
 
 
-def required_stages(kind: str, virtual: int) -> Stages | None:
+def required_stages(kind: str, virtual: int) -> StagesPerRank | None:
     """Returns the number of stages a schedule needs if `virtual` does not fit it, else None."""
     needed = SCHEDULES[kind].stages
-    fits = {None: True, Stages.ONE: virtual == 1, Stages.TWO: virtual == 2, Stages.SEVERAL: virtual > 1}
+    fits = {
+        None: True,
+        StagesPerRank.ONE: virtual == 1,
+        StagesPerRank.TWO: virtual == 2,
+        StagesPerRank.SEVERAL: virtual > 1,
+    }
     return None if fits[needed] else needed
 
 
@@ -232,11 +237,11 @@ def schedule_problem(
         sizes = f"{ranks}, {virtual} and {micro_batches}"
         return f"a schedule needs 1 or more ranks, virtual stages and micro-batches, not {sizes}"
     match required_stages(kind, virtual):
-        case Stages.SEVERAL:
+        case StagesPerRank.SEVERAL:
             return f"{kind} needs 2 or more virtual stages per rank, not {virtual}; use more, or the schedule 1f1b"
-        case Stages.TWO:
+        case StagesPerRank.TWO:
             return f"{kind} runs 2 stages per rank, not {virtual}; use 2, or another schedule"
-        case Stages.ONE:
+        case StagesPerRank.ONE:
             return f"{kind} runs one stage per rank, not {virtual}; use the schedule interleaved, or 1 stage per rank"
     if uses_groups(kind, virtual):
         return group_problem(ranks, micro_batches, group)
@@ -334,25 +339,27 @@ def _in_groups(kind: Kind, stages: Sequence[int], micro_batches: int, group: int
 
 # Every choice of `--pipeline-schedule`.
 SCHEDULES: dict[str, ScheduleKind] = {
-    "1f1b": ScheduleKind(functools.partial(_warmup_orders, "1f1b"), Stages.ONE),
-    "gpipe": ScheduleKind(functools.partial(_warmup_orders, "gpipe"), Stages.ONE),
-    "interleaved": ScheduleKind(functools.partial(_warmup_orders, "interleaved"), Stages.SEVERAL),
+    "1f1b": ScheduleKind(functools.partial(_warmup_orders, "1f1b"), StagesPerRank.ONE),
+    "gpipe": ScheduleKind(functools.partial(_warmup_orders, "gpipe"), StagesPerRank.ONE),
+    "interleaved": ScheduleKind(functools.partial(_warmup_orders, "interleaved"), StagesPerRank.SEVERAL),
     "zero-bubble": ScheduleKind(_zero_bubble_orders, splits_backward=True),
     "zbv": ScheduleKind(
-        lambda placement, micro_batches, _: zbv_orders(placement.ranks, micro_batches), Stages.TWO, True
+        lambda placement, micro_batches, _: zbv_orders(placement.ranks, micro_batches),
+        StagesPerRank.TWO,
+        True,
     ),
     "dualpipev": ScheduleKind(
         lambda placement, micro_batches, _: [
             _dualpipev_order(placement.ranks, micro_batches, rank) for rank in range(placement.ranks)
         ],
-        Stages.TWO,
+        StagesPerRank.TWO,
         splits_backward=True,
         micro_batches_per_rank=2,
     ),
 }
 KINDS = tuple(SCHEDULES)
 # Schedules with the first and the last stage on rank 0.
-FOLDED = tuple(kind for kind, schedule in SCHEDULES.items() if schedule.stages is Stages.TWO)
+FOLDED = tuple(kind for kind, schedule in SCHEDULES.items() if schedule.stages is StagesPerRank.TWO)
 SPLITS_BACKWARD = tuple(kind for kind, schedule in SCHEDULES.items() if schedule.splits_backward)
 
 
@@ -365,7 +372,9 @@ def add_communication(placement: Placement, micro_batches: int, orders: Orders) 
     0057). A stage is reduced right after its last backward or weight half.
     """
     begins = _begin_times(placement, orders)
-    actions = tuple(tuple(_lowered(placement, rank, order, begins)) for rank, order in enumerate(orders))
+    actions = tuple(
+        tuple(_actions_of_rank(placement, rank, order, begins)) for rank, order in enumerate(orders)
+    )
     return Schedule(placement, micro_batches, actions)
 
 
@@ -415,7 +424,7 @@ def _global_order(computation: Computation, begins: dict[Computation, float]) ->
     return begins.get(computation, math.inf), not forward, stage if forward else -stage
 
 
-def _lowered(
+def _actions_of_rank(
     placement: Placement, rank: int, order: Order, begins: dict[Computation, float]
 ) -> Iterator[Action]:
     # The place of the last backward of each stage.

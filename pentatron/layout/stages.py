@@ -170,9 +170,9 @@ def parse_layout(text: str) -> list[str]:
             raise ValueError(f"{_LAYOUT} {text}: stage {i} is empty; put a layer (t) in, or remove its |")
     joined = "|".join(stages)
     if joined.count("E") != 1 or not joined.startswith("E"):
-        raise ValueError(f"{_LAYOUT} {text}: the embedding (E) must stand once, at the very beginning")
+        raise ValueError(f"{_LAYOUT} {text}: the embedding (E) must appear once, as the first element")
     if joined.count("L") != 1 or not joined.endswith("L"):
-        raise ValueError(f"{_LAYOUT} {text}: the head (L) must stand once, at the very end")
+        raise ValueError(f"{_LAYOUT} {text}: the head (L) must appear once, as the last element")
     return stages
 
 

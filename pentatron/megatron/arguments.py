@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from pentatron.checkpoint.state import TrainState
-from pentatron.data.datasets import required_samples
+from pentatron.data.open_data import required_samples
 from pentatron.errors import UserError
 from pentatron.parallel.world import World
 from pentatron.settings.command_line import FlagTable
 from pentatron.settings.entry_points import PRETRAIN_GPT, EntryPoint
 from pentatron.settings.resolve import Resolved
-from pentatron.settings.run_config import RunConfig, table
+from pentatron.settings.run_config import RunConfig, all_settings
 
 ExtraArguments = Callable[[argparse.ArgumentParser], Any]
 
@@ -69,14 +69,14 @@ def arguments_of(resolved: Resolved, world: World, extra: Mapping[str, Any]) -> 
     """Builds the arguments of a run; `extra` are the values of the program's own arguments."""
     config = resolved.config
     # The settings hold the expected values; programs read the actual ones.
-    actual: dict[str, Any] = {"world_size": world.everyone.size, "local_rank": world.local_rank}
+    actual: dict[str, Any] = {"world_size": world.all_ranks.size, "local_rank": world.local_rank}
     if not config.checkpoint.save_checkpoints:
         # As in Megatron, where programs test `args.save` before they save.
         actual["save"] = None
     wanted = required_samples(config)
     # What programs for Megatron read and is no setting here.
     derived = {
-        "rank": world.everyone.rank,
+        "rank": world.all_ranks.rank,
         "params_dtype": params_dtype(config),
         "swiglu": config.model.gated_linear_unit,
         "norm_epsilon": config.model.layernorm_epsilon,
@@ -106,7 +106,7 @@ def params_dtype(config: RunConfig) -> torch.dtype:
 
 def script_entry_point(args_defaults: Mapping[str, Any]) -> tuple[EntryPoint, dict[str, Any]]:
     """Returns the running script as an entry point, and those of its defaults that are not settings."""
-    settings = {name: value for name, value in args_defaults.items() if name in table()}
+    settings = {name: value for name, value in args_defaults.items() if name in all_settings()}
     others = {name: value for name, value in args_defaults.items() if name not in settings}
     script = Path(sys.argv[0])
     defaults = {**PRETRAIN_GPT.defaults, "run_dir": f"runs/{script.stem}", **settings}

@@ -19,11 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pentatron.data.datasets import OpenedData, OrderSizes, SplitDatasets, open_data, required_samples
 from pentatron.data.gpt_dataset import GPTDataset
 from pentatron.data.identity import DataIdentity
 from pentatron.data.loader import EpochShuffle, FiniteDataset
-from pentatron.data.sampling import SPLIT_NAMES, IndexCache, Sample
+from pentatron.data.open_data import OpenedData, OrderSizes, SplitDatasets, open_data, required_samples
+from pentatron.data.sample_index import SPLIT_NAMES, IndexCache, Sample
 from pentatron.errors import UserError
 from pentatron.megatron import state
 from pentatron.monitor.display import Display
@@ -107,7 +107,7 @@ class BlendedMegatronDatasetBuilder:
             )
         if self.cls not in (GPTDataset, MockGPTDataset):
             raise UserError(
-                f"the dataset builder makes GPTDataset and MockGPTDataset, not {self.cls.__name__}; build a dataset of your own class "
+                f"the dataset builder builds GPTDataset and MockGPTDataset, not {self.cls.__name__}; build a dataset of your own class "
                 "yourself and return it from the provider"
             )
         wanted = required_samples(plan.config)

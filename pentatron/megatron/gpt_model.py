@@ -13,7 +13,7 @@ from pentatron.layout.stages import StagePart
 from pentatron.megatron.config import TransformerConfig, core_of
 from pentatron.megatron.state import ProcessGroups, current_run, is_running
 from pentatron.models import layer_specs
-from pentatron.models.causal_lm import CausalLM, folded_ends
+from pentatron.models.causal_lm import CausalLM, shared_embedding_of
 from pentatron.nn import spec
 from pentatron.nn.init import draw_weights
 from pentatron.nn.options import DEFAULT_OPTIONS, ONE_PROCESS
@@ -21,7 +21,7 @@ from pentatron.nn.spec import ModuleSpec, Slot, TransformerBlockSubmodules
 from pentatron.parallel.sharding import sharded_parameters
 from pentatron.settings.core_config import CoreTransformerConfig
 from pentatron.settings.model import TransformerConfig as PentatronConfig
-from pentatron.settings.parameters import is_tied
+from pentatron.settings.model_sizes import is_tied
 from pentatron.train.model import StageInputs
 
 _OTHER_MASK = (
@@ -78,7 +78,7 @@ class GPTModel(CausalLM):
         words = core.vocab_size if core.vocab_size is not None else vocab_size
         if words > vocab_size:
             raise UserError(
-                f"vocab_size={vocab_size} has no room for the {words} words of the configuration; "
+                f"vocab_size={vocab_size} is smaller than the vocabulary of {words} in the configuration; "
                 "pass padded_vocab_size"
             )
         shares = share_embeddings_and_output_weights
@@ -97,7 +97,9 @@ class GPTModel(CausalLM):
         groups = groups or ProcessGroups(ONE_PROCESS, (part,))
         options = groups.options or DEFAULT_OPTIONS
         options = dataclasses.replace(options, attention_backend=core.attention_backend)
-        super().__init__(core, core.moe, part, groups.axes, options, transformer_layer_spec, groups.ends)
+        super().__init__(
+            core, core.moe, part, groups.axes, options, transformer_layer_spec, groups.shared_embedding
+        )
         self.config = core
         self.split_sequences = groups.axes.context.size > 1
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
@@ -191,7 +193,7 @@ def _part(
         return StagePart(tuple(range(config.num_layers)), embedding=True, head=True)
     if not 0 <= (vp_stage or 0) < len(groups.stages):
         raise UserError(f"vp_stage={vp_stage}: this rank has {len(groups.stages)} stages, counted from 0")
-    if is_tied(config) and groups.ends is None and folded_ends(groups.stages):
+    if is_tied(config) and groups.shared_embedding is None and shared_embedding_of(groups.stages):
         raise UserError(
             "in a folded pipeline a tied embedding is one parameter of two stages, which GPTModel cannot build one by "
             "one; untie it (share_embeddings_and_output_weights=False), or use build_stages"

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from pentatron.cli.configure import prepare
-from pentatron.cli.environment import Worker
+from pentatron.cli.environment import RankInfo
 from pentatron.cli.main import run_guarded
 from pentatron.cli.options import entry_help
 from pentatron.cli.output import say
@@ -101,7 +101,7 @@ def initialize_megatron(
     notes = arguments.notes_without_effect(
         get_embedding_ranks=get_embedding_ranks, get_position_embedding_ranks=get_position_embedding_ranks
     )
-    code = run_guarded(lambda: _begin(extra_args_provider, args_defaults or {}, notes), is_all=False)
+    code = run_guarded(lambda: _begin(extra_args_provider, args_defaults or {}, notes), ends_process=False)
     if code or not is_running():
         sys.exit(code)
 
@@ -118,7 +118,7 @@ def _begin(provider: arguments.ExtraArguments | None, defaults: Mapping[str, Any
     check_spec(prepared.resolved)
     if prepared.worker is None and needs_launcher(prepared):
         return launch_workers(prepared, [*(script_command() or (sys.argv[0],)), *typed])
-    worker = prepared.worker or Worker(0, 1, 0, 1, "none")
+    worker = prepared.worker or RankInfo(0, 1, 0, 1, "none")
     program = UserProgram(None, _not_given, _not_given, {**extra, **added}, notes)
     program.reads_named_data = False
     config = prepared.resolved.config
@@ -144,7 +144,7 @@ def _end(opened: ExitStack) -> None:
     """Closes the run at process exit. The exit code tells the launcher whether it failed."""
     opened.close()
     if (launched := current_worker()) is not None:
-        launched.finished()
+        launched.record_finished()
 
 
 def _not_given(*args: Any, **named: Any) -> Any:
@@ -152,7 +152,7 @@ def _not_given(*args: Any, **named: Any) -> Any:
     raise UserError("no model_provider or forward_step was given yet")
 
 
-def _excepthook(previous: Callable[..., Any], config: RunConfig, worker: Worker) -> Callable[..., Any]:
+def _excepthook(previous: Callable[..., Any], config: RunConfig, worker: RankInfo) -> Callable[..., Any]:
     """Returns an excepthook that reports exceptions as `pretrain()` does, with the same exit codes."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -164,7 +164,7 @@ def _excepthook(previous: Callable[..., Any], config: RunConfig, worker: Worker)
             destroy_process_group(failed=True)
         code = report_error(error, config, worker)
         if code is None and (launched := current_worker()) is not None:
-            launched.failed(error)
+            launched.record_failure(error)
         elif code is None:
             previous(kind, error, trace)
         else:

@@ -75,9 +75,9 @@ def counting_terms_once(
     # What the loss may depend on: as autograd sees it, as the step sees it, and the ranks that repeat its
     # term.
     sources: list[tuple[Tensor, Tensor, int]] = [(leaf, output, 1)] if leaf.requires_grad else []
-    for held in sharded_parameters(module):
-        is_summed = any("tensor" in piece.partial_over for piece in held.declared.pieces)
-        sources.append((held.parameter, held.parameter, world.tensor.size if is_summed else 1))
+    for param in sharded_parameters(module):
+        is_summed = any("tensor" in shard.partial_over for shard in param.declared.shards)
+        sources.append((param.parameter, param.parameter, world.tensor.size if is_summed else 1))
     inputs = [source for source, _, _ in sources]
     gradients = torch.autograd.grad(returned.loss.sum(), inputs, allow_unused=True)
     terms = [

@@ -61,7 +61,7 @@ def get_embedding_group(check_initialized: bool = True) -> Any:
 def get_tensor_model_parallel_src_rank() -> int:
     """Returns the global rank of the first rank of this tensor group."""
     world = current_run().world
-    return world.everyone.rank - world.at.tensor
+    return world.all_ranks.rank - world.at.tensor
 
 
 def _data_axis(with_context_parallel: bool) -> Axis:
@@ -90,7 +90,7 @@ def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
     """Returns the global rank of the first rank of this data-parallel group."""
     world = current_run().world
     groups = world.grid.groups(_data_axis(with_context_parallel))
-    return next(members[0] for members in groups if world.everyone.rank in members)
+    return next(members[0] for members in groups if world.all_ranks.rank in members)
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:

@@ -59,7 +59,7 @@ def pretrain(
 
 def _require_decoder(model_type: ModelType) -> None:
     if model_type is not ModelType.encoder_or_decoder:
-        raise UserError(f"models here are decoders (ModelType.encoder_or_decoder), not {model_type}")
+        raise UserError(f"only decoder models are supported (ModelType.encoder_or_decoder), not {model_type}")
 
 
 def setup_model_and_optimizer(
@@ -157,10 +157,10 @@ def train_step(
     """Trains one step; returns losses by name, 1 if the update was skipped, the gradient norm, and None."""
     stepwise, iterator = _begin_steps(forward_step_func, data_iterator)
     trainer = stepwise.session.trainer
-    trainer.settle_batch_size()
+    trainer.update_batch_size()
     count = trainer.config.accumulation_of(trainer.batch_size)
     result, _ = trainer.advance(list(itertools.islice(iterator.batches, count)))
-    trainer.checkpoints.settle()
+    trainer.checkpoints.commit_pending()
     return {"lm loss": torch.tensor(result.loss)}, int(not result.updated), result.gradient_norm, None
 
 
@@ -210,12 +210,12 @@ def save_checkpoint(
     # The program may change weights or exit next, so an asynchronous save must have copied the weights.
     trainer.checkpoints.saver.wait_until_copied()
     if trainer.state.step >= trainer.total_steps:
-        trainer.checkpoints.settle(wait=True)
+        trainer.checkpoints.commit_pending(wait=True)
 
 
 def maybe_finalize_async_save(blocking: bool = False) -> None:
     """Commits an asynchronous save if all ranks have written their part; `blocking` waits for them."""
-    current_stepwise(model=True, data=True).session.trainer.checkpoints.settle(blocking)
+    current_stepwise(model=True, data=True).session.trainer.checkpoints.commit_pending(blocking)
 
 
 def preprocess_common_state_dict(common_state_dict: Mapping[str, Any]) -> dict[str, Any]:

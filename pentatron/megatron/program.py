@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pentatron.checkpoint.state import TrainState
 from pentatron.cli.output import say
-from pentatron.data.datasets import OpenedData
 from pentatron.data.loader import Batch
+from pentatron.data.open_data import OpenedData
 from pentatron.errors import UserError
 from pentatron.layout.stages import StagePart
 from pentatron.megatron import state
@@ -22,7 +22,7 @@ from pentatron.megatron.datasets import DatasetProvider, provided_data
 from pentatron.megatron.gpt_model import GPTModel
 from pentatron.megatron.losses import call_loss_function, counting_terms_once, objective_share
 from pentatron.megatron.state import ProcessGroups
-from pentatron.models.causal_lm import CausalLM, folded_ends
+from pentatron.models.causal_lm import CausalLM, shared_embedding_of
 from pentatron.monitor.display import Display
 from pentatron.nn.options import Axes, ModelOptions
 from pentatron.nn.spec import accepts
@@ -86,8 +86,10 @@ class UserProgram(Program):
         device: torch.device,
         options: ModelOptions,
     ) -> dict[int, CausalLM]:
-        held = tuple(parts.values())
-        groups = ProcessGroups(axes.with_linear(options.linear()), held, options, folded_ends(held))
+        stage_parts = tuple(parts.values())
+        groups = ProcessGroups(
+            axes.with_linear(options.linear()), stage_parts, options, shared_embedding_of(stage_parts)
+        )
         run = state.current_run()
         # Older providers have no `vp_stage`; GPTModel then takes it from the run.
         takes_stage = accepts(self.model_provider, "vp_stage")

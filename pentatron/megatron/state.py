@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from pentatron.data.datasets import configured_tokenizer
+from pentatron.data.open_data import configured_tokenizer
 from pentatron.data.tokenizer import Tokenizer
 from pentatron.errors import UserError
 from pentatron.layout.ranks import Axis
 from pentatron.layout.stages import StagePart
 from pentatron.megatron.arguments import Arguments
 from pentatron.megatron.timers import Timers
-from pentatron.models.causal_lm import FoldedEnds
+from pentatron.models.causal_lm import SharedEmbedding
 from pentatron.monitor.display import Display
 from pentatron.nn.options import Axes, ModelOptions, axes_of
 from pentatron.parallel.world import World
@@ -36,14 +36,14 @@ class ProcessGroups:
     """How the models of one rank are built: the parallel axes, the contents of each of its stages, and their
     options.
 
-    `options` None takes those of the run, or the defaults outside of a run. `ends`: for a program that builds
-    all stages of the rank in order.
+    `options` None takes those of the run, or the defaults outside of a run. `shared_embedding`: for a program
+    that builds all stages of the rank in order.
     """
 
     axes: Axes
     stages: tuple[StagePart, ...]
     options: ModelOptions | None = None
-    ends: FoldedEnds | None = None
+    shared_embedding: SharedEmbedding | None = None
 
 
 def process_groups(config: RunConfig, world: World) -> ProcessGroups:
@@ -107,7 +107,7 @@ class CurrentRun:
         if group.process_group is not None:
             return group.process_group
         if self.alone is None:
-            self.alone = dist.new_group([self.world.everyone.rank], use_local_synchronization=True)
+            self.alone = dist.new_group([self.world.all_ranks.rank], use_local_synchronization=True)
         return self.alone
 
 
@@ -138,7 +138,7 @@ def running(resolved: Resolved, world: World, display: Display, args: Arguments)
         # Loss functions of users call all_reduce on mpu's groups, also in a run of one process.
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    timers = Timers(resolved.config.loop.timing_log_level, world.everyone, display.say)
+    timers = Timers(resolved.config.loop.timing_log_level, world.all_ranks, display.say)
     _running = CurrentRun(resolved, world, display, args, timers, process_groups(resolved.config, world))
     try:
         yield _running

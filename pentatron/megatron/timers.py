@@ -62,7 +62,7 @@ class Timer:
 
     def _now(self, barrier: bool) -> float:
         if barrier:
-            gather_objects(None, self._timers.everyone)
+            gather_objects(None, self._timers.all_ranks)
         if self.idle:
             return 0.0
         if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -76,9 +76,9 @@ class Timers:
     The program's `batch-generator` times are added to `loop`, the timers of the training loop.
     """
 
-    def __init__(self, level: int, everyone: Group, say: Callable[[str], None]) -> None:
+    def __init__(self, level: int, all_ranks: Group, say: Callable[[str], None]) -> None:
         self.level = level
-        self.everyone = everyone
+        self.all_ranks = all_ranks
         self.say = say
         self._timers: dict[str, Timer] = {}
         self.loop: LoopTimers | None = None
@@ -101,15 +101,15 @@ class Timers:
 
         `rank` prints, rank 0 by default. `barrier` synchronizes the ranks first.
         """
-        if rank is not None and not 0 <= rank < self.everyone.size:
-            raise UserError(f"timers.log: there is no rank {rank} of {self.everyone.size} to print on")
+        if rank is not None and not 0 <= rank < self.all_ranks.size:
+            raise UserError(f"timers.log: there is no rank {rank} of {self.all_ranks.size} to print on")
         if barrier:
-            gather_objects(None, self.everyone)
+            gather_objects(None, self.all_ranks)
         local = {
             name: 1000 * timer.elapsed(reset) / normalizer
             for name, timer in self._timers.items()
             if not timer.idle and (names is None or name in names)
         }
-        by_rank = gather_objects(local, self.everyone)
-        if any(by_rank) and rank in (None, 0, self.everyone.rank):
+        by_rank = gather_objects(local, self.all_ranks)
+        if any(by_rank) and rank in (None, 0, self.all_ranks.rank):
             (say if rank else self.say)(block_of(by_rank, "minmax"))

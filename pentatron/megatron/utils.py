@@ -59,7 +59,7 @@ def append_to_progress_log(string: str, barrier: bool = True) -> None:
     # The session writes the line of the start itself.
     if run.world.is_first and folder is not None and string != STARTED:
         path = Path(folder) / "progress.txt"
-        append_event(path, run.config.launch.job_id or "", run.world.everyone.size, string)
+        append_event(path, run.config.launch.job_id or "", run.world.all_ranks.size, string)
 
 
 # --- losses, batches and masks ---

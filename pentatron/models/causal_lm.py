@@ -27,7 +27,12 @@ from pentatron.parallel.axes import TensorAxis
 from pentatron.parallel.sharding import Shape, sharded_parameters
 from pentatron.settings.core_config import CoreTransformerConfig
 from pentatron.settings.model import NO_EXPERTS, MoEConfig, TransformerConfig
-from pentatron.settings.parameters import embedding_shape, has_separate_output_weight, is_tied, position_shape
+from pentatron.settings.model_sizes import (
+    embedding_shape,
+    has_separate_output_weight,
+    is_tied,
+    position_shape,
+)
 
 _TIED_TENSOR = "embedding.word.weight"
 
@@ -51,7 +56,7 @@ class Embedding(nn.Module):
         return x_BSD if keys is None else hidden_dropout(x_BSD, keys, 0, self.dropout)
 
 
-class FoldedEnds:
+class SharedEmbedding:
     """Passes the embedding table of a folded pipeline's first stage to the last one, built later on this
     rank.
     """
@@ -60,17 +65,17 @@ class FoldedEnds:
         self.table: VocabParallelEmbedding | None = None
 
 
-def folded_ends(parts: Collection[StagePart]) -> FoldedEnds | None:
-    """Returns a FoldedEnds if the first and the last stage are two different stages of this rank."""
+def shared_embedding_of(parts: Collection[StagePart]) -> SharedEmbedding | None:
+    """Returns a SharedEmbedding if the first and the last stage are two different stages of this rank."""
     ends = {(part.embedding, part.head) for part in parts}
-    return FoldedEnds() if ends >= {(True, False), (False, True)} else None
+    return SharedEmbedding() if ends >= {(True, False), (False, True)} else None
 
 
 class CausalLM(nn.Module):
     """One stage of the model, or all of it.
 
-    `ends` is given if both ends of a folded pipeline are on this rank, so that a tied embedding is one
-    parameter of two stages.
+    `shared_embedding` is given if both ends of a folded pipeline are on this rank, so that a tied embedding
+    is one parameter of two stages.
     """
 
     def __init__(
@@ -81,7 +86,7 @@ class CausalLM(nn.Module):
         axes: Axes,
         options: ModelOptions = DEFAULT_OPTIONS,
         spec: ModuleSpec | TransformerBlockSubmodules | None = None,
-        ends: FoldedEnds | None = None,
+        shared_embedding: SharedEmbedding | None = None,
     ) -> None:
         super().__init__()
         core = CoreTransformerConfig.of(config, moe)
@@ -92,13 +97,13 @@ class CausalLM(nn.Module):
         self.kernels = AttentionKernels()
         self.cache_in_use = ActiveCache()
         draws = config.attention_dropout > 0
-        self.recompute = RecomputeSwitch(options.recompute, draws, self.kernels.around)
+        self.recompute = RecomputeSwitch(options.recompute, draws, self.kernels.context)
         self.cross_entropy = options.cross_entropy
         axes = axes.with_linear(options.linear())
         self.axis = axes.tensor
         head_axis = axes.with_linear(options.linear_of_head()).tensor
         tied = is_tied(config)
-        tied_elsewhere = tied and not part.head and ends is None
+        tied_elsewhere = tied and not part.head and shared_embedding is None
         # With both ends on this stage, the tied embedding table is the output layer too.
         table_axis = head_axis if tied and part.head else self.axis
         self.embedding = Embedding(config, table_axis, tied_elsewhere) if part.embedding else None
@@ -116,7 +121,7 @@ class CausalLM(nn.Module):
         # of the layers.
         self.layers = nn.ModuleDict({str(i): layer for i, layer in layers.items()})
         # Runs several layers as one compiled function; returns the layers it did not run.
-        self.together = compiled_layers(options.compile, layers.values())
+        self.multi_layer_graph = compiled_layers(options.compile, layers.values())
         self.final_norm: nn.Module | None = None
         self.head: OutputLayer | None = None
         if part.head:
@@ -124,12 +129,12 @@ class CausalLM(nn.Module):
             self.final_norm = norm_in(slot, config, config.hidden_size, partial_over, options.compile)
         if has_separate_output_weight(config, part):
             rows, width = embedding_shape(config)
-            table = ends.table if tied and ends is not None else None
-            assert not tied or ends is None or table is not None, "the first stage is built first"
+            table = shared_embedding.table if tied and shared_embedding is not None else None
+            assert not tied or shared_embedding is None or table is not None, "the first stage is built first"
             tied_to = _TIED_TENSOR if tied else None
             self.head = OutputLayer(rows, config.vocab_size, width, head_axis, tied_to=tied_to, shared=table)
-        if tied and ends is not None and self.embedding is not None:
-            ends.table = self.embedding.word
+        if tied and shared_embedding is not None and self.embedding is not None:
+            shared_embedding.table = self.embedding.word
 
     def forward(
         self,
@@ -157,7 +162,7 @@ class CausalLM(nn.Module):
         angles = self.rope(positions_BS) if self.rope is not None else None
         self.kernels.choose(self.attention_backend, x_BSD.device, self.attention_dropout)
         layers = list(self.layers.values())
-        with self.kernels.around():
+        with self.kernels.context():
             if LAYERS in self.recompute.wanted.parts:
                 for part, chunk in self.recompute.chunks(layers):
                     x_BSD = self.recompute(part, self._run_layers, x_BSD, chunk, angles, keys, documents)
@@ -177,8 +182,8 @@ class CausalLM(nn.Module):
         keys: DropoutKeys | None,
         documents: DocumentStarts | None,
     ) -> Tensor:
-        if self.together is not None and documents is None:
-            x_BSD, layers = self.together(x_BSD, layers, self.rope, angles, keys)
+        if self.multi_layer_graph is not None and documents is None:
+            x_BSD, layers = self.multi_layer_graph(x_BSD, layers, self.rope, angles, keys)
         for layer in layers:
             x_BSD = layer(x_BSD, self.rope, angles, keys, **document_kwargs(layer, documents))
         return x_BSD
@@ -218,9 +223,9 @@ def build_stages(
 
     Without a seed the weights are uninitialized memory, for callers that load all of them.
     """
-    ends = folded_ends(parts.values())
+    shared = shared_embedding_of(parts.values())
     with device:
-        stages = {n: CausalLM(config, moe, part, axes, options, spec, ends) for n, part in parts.items()}
+        stages = {n: CausalLM(config, moe, part, axes, options, spec, shared) for n, part in parts.items()}
     if seed is not None:
         draw_weights(sharded_parameters(*stages.values()), seed, config.init_method_std)
     return stages
@@ -244,4 +249,4 @@ def logical_shapes(model: TransformerConfig, moe: MoEConfig) -> dict[str, Shape]
     part = StagePart(tuple(range(model.num_layers)), embedding=True, head=True)
     with torch.device("meta"):
         whole = CausalLM(model, moe, part, Axes())
-    return {held.tensor: held.declared.shape for held in sharded_parameters(whole)}
+    return {param.tensor: param.declared.shape for param in sharded_parameters(whole)}

@@ -41,7 +41,7 @@ def user_spec(config: CoreTransformerConfig) -> ModuleSpec | TransformerBlockSub
             spec = spec(config) if takes_config else spec()
     if not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
         raise UserError(
-            f"{what} gives a {type(spec).__name__}; it must give a ModuleSpec of a layer, or "
+            f"{what} returned a {type(spec).__name__}; it must return a ModuleSpec of a layer, or "
             "TransformerBlockSubmodules with one for each"
         )
     return spec
@@ -62,7 +62,7 @@ def check_user_spec(config: TransformerConfig, moe: MoEConfig) -> None:
             sharded_parameters(layer)
         except TypeError as error:
             raise UserError(
-                f"layer {number} of --spec {' '.join(config.spec)}: {error}; derive it from ShardedModule and make "
+                f"layer {number} of --spec {' '.join(config.spec)}: {error}; derive it from ShardedModule and create "
                 "its parameters with declare()"
             ) from None
 

@@ -69,19 +69,19 @@ class RouterLoads:
         for load in self.local.values():
             load.begin_step(micro_batches * self.world.data.size, scale)
 
-    def numbers(self) -> Tensor:
+    def tally(self) -> Tensor:
         """This rank's counts and losses for all layers of the model, to be summed over all ranks."""
         rows = torch.zeros(self.size, dtype=torch.float64, device=self.world.device)
         for row, layer in enumerate(self.layers):
             if layer in self.local:
-                rows[row] = self.local[layer].numbers()
+                rows[row] = self.local[layer].tally()
         return rows.flatten()
 
-    def settle(self, summed: Tensor) -> None:
+    def finish_step(self, summed: Tensor) -> None:
         """Finishes the step with the sums over all ranks."""
-        for layer, numbers in zip(self.layers, summed.view(self.size)):
+        for layer, totals in zip(self.layers, summed.view(self.size)):
             if layer in self.local:
-                self.local[layer].settle(numbers)
+                self.local[layer].finish_step(totals)
 
     def report(self, summed: Tensor) -> ExpertLoad | None:
         """Returns the load of the step; None for a model without experts."""

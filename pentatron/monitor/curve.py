@@ -19,7 +19,7 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Axes:
+class PlotAxes:
     """Maps steps and losses to SVG coordinates."""
 
     x_max: float
@@ -39,7 +39,7 @@ def loss_curve(title: str, training: Sequence[Point], validation: Sequence[Point
     training = _downsample(training)
     losses = [loss for _, loss in (*training, *validation)]
     step = _tick_step((max(losses) - min(losses)) / 5 or 1.0)
-    axes = Axes(max(1.0, training[-1][0]), step * (min(losses) // step), step * (max(losses) // step + 1))
+    axes = PlotAxes(max(1.0, training[-1][0]), step * (min(losses) // step), step * (max(losses) // step + 1))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="sans-serif" font-size="12">',
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
@@ -82,7 +82,7 @@ def _smooth(points: Sequence[Point]) -> list[Point]:
     return smoothed
 
 
-def _grid(axes: Axes, step: float) -> Iterator[str]:
+def _grid(axes: PlotAxes, step: float) -> Iterator[str]:
     decimals = max(0, -math.floor(math.log10(step)))
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     for i in range(round((axes.y_max - axes.y_min) / step) + 1):
@@ -103,12 +103,12 @@ def _label(x: float, y: float, anchor: str, text: str) -> str:
     return f'<text x="{x}" y="{y}" text-anchor="{anchor}">{text}</text>'
 
 
-def _line(axes: Axes, points: Sequence[Point], colour: str, width: float) -> str:
+def _line(axes: PlotAxes, points: Sequence[Point], colour: str, width: float) -> str:
     path = " ".join(f"{x},{y}" for x, y in map(axes.place, points))
     return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
 
 
-def _dot(axes: Axes, point: Point) -> str:
+def _dot(axes: PlotAxes, point: Point) -> str:
     x, y = axes.place(point)
     return f'<circle cx="{x}" cy="{y}" r="4" fill="{_VALIDATION_COLOUR}"><title>step {point[0]:.0f}: {point[1]:.4f}</title></circle>'
 

@@ -20,8 +20,8 @@ class RankReport:
     """Times, memory and utilisation of all ranks in one step, in rank order.
 
     `collectives` and `messages`: seconds spent waiting in collectives and pipeline messages; the rest of the
-    step is computation. Empty if not measurable, as is `utilisation`. `unheard`: number of pending messages
-    of each rank.
+    step is computation. Empty if not measurable, as is `utilisation`. `pending_messages`: number of pending
+    messages of each rank.
     """
 
     seconds: Sequence[float]
@@ -29,7 +29,7 @@ class RankReport:
     messages: Sequence[float]
     memory_bytes: Sequence[int]
     utilisation: Sequence[float]
-    unheard: Sequence[int] = ()
+    pending_messages: Sequence[int] = ()
 
     def as_metrics(self) -> dict[str, Any]:
         rows = zip(self.seconds, self.collectives, self.messages)

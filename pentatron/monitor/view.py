@@ -25,7 +25,7 @@ _BITS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 _DOT = "o"
 
 
-def draw_curve(
+def terminal_curve(
     points: Sequence[Point], marks: Sequence[Point], width: int, height: int, braille: bool = True
 ) -> list[str]:
     """Returns lines of at most `width` characters: the curve, `marks` as circles, and the axes.
@@ -103,7 +103,7 @@ _COLOURS = {"bold": "1", "good": "32", "bad": "31", "warn": "33", "faint": "2"}
 
 @dataclass(frozen=True)
 class RunStatus:
-    """State of the run besides metrics. `state`: running, finished, stopped, crashed or silent.
+    """State of the run other than its metrics. `state`: running, finished, stopped, crashed or silent.
 
     `samples_left`: to the last step if known, as the batch size may ramp up.
     """
@@ -128,55 +128,62 @@ class Screen:
         return f"\x1b[{_COLOURS[style]}m{text}\x1b[0m" if self.colours else text
 
 
-def render_view(run: RunStatus, seen: RunMetrics, screen: Screen) -> list[str]:
+def render_view(run: RunStatus, metrics: RunMetrics, screen: Screen) -> list[str]:
     """Returns the lines of the screen."""
     style = {"running": "good", "finished": "good", "crashed": "bad"}.get(run.state, "warn")
     head = [f"{screen.paint(one_line(run.name), 'bold')}: {screen.paint(run.state, style)}"]
     head += [printable(run.about_state)] if run.about_state else []
-    head += [damaged_lines(len(seen.damaged))] if seen.damaged else []
-    if not seen.recent:
-        return [*head, "no step is finished yet"]
-    head += ["", _progress(run, seen, screen), _losses(seen)]
-    foot = ["", *_speed(seen, screen), *_ranks(seen, screen), f"checkpoint    {one_line(run.checkpoint)}"]
+    head += [damaged_lines(len(metrics.damaged))] if metrics.damaged else []
+    if not metrics.recent:
+        return [*head, "no step has finished yet"]
+    head += ["", _progress(run, metrics, screen), _losses(metrics)]
+    foot = [
+        "",
+        *_speed(metrics, screen),
+        *_ranks(metrics, screen),
+        f"checkpoint    {one_line(run.checkpoint)}",
+    ]
     foot += [f"restarts      {one_line(run.restarts)}"] if run.restarts else []
     room = screen.height - len(head) - len(foot) - 3
-    points, marks = sorted(seen.losses.items()), sorted(seen.validations.items())
-    return [*head, *draw_curve(points, marks, screen.width, min(14, max(5, room)), screen.unicode), *foot]
+    points, marks = sorted(metrics.losses.items()), sorted(metrics.validations.items())
+    return [*head, *terminal_curve(points, marks, screen.width, min(14, max(5, room)), screen.unicode), *foot]
 
 
-def seconds_per_step(seen: RunMetrics) -> float:
-    return statistics.mean(row["seconds"] for row in seen.recent)
+def seconds_per_step(metrics: RunMetrics) -> float:
+    return statistics.mean(row["seconds"] for row in metrics.recent)
 
 
-def _seconds_left(run: RunStatus, seen: RunMetrics) -> float:
-    samples = sum(row.get("global_batch_size", 0) for row in seen.recent)
+def _seconds_left(run: RunStatus, metrics: RunMetrics) -> float:
+    samples = sum(row.get("global_batch_size", 0) for row in metrics.recent)
     if run.samples_left is None or not samples:
-        return max(0, run.total_steps - seen.step) * seconds_per_step(seen)
-    return run.samples_left * sum(row["seconds"] for row in seen.recent) / samples
+        return max(0, run.total_steps - metrics.step) * seconds_per_step(metrics)
+    return run.samples_left * sum(row["seconds"] for row in metrics.recent) / samples
 
 
-def _progress(run: RunStatus, seen: RunMetrics, screen: Screen) -> str:
-    share = min(1.0, seen.step / run.total_steps) if run.total_steps else 1.0
+def _progress(run: RunStatus, metrics: RunMetrics, screen: Screen) -> str:
+    share = min(1.0, metrics.step / run.total_steps) if run.total_steps else 1.0
     filled = round(_BAR_WIDTH * share)
     full, empty = ("█", "░") if screen.unicode else ("#", ".")
-    time_left = f"  left {duration(_seconds_left(run, seen))}" if run.state in ("running", "silent") else ""
+    time_left = (
+        f"  left {duration(_seconds_left(run, metrics))}" if run.state in ("running", "silent") else ""
+    )
     bar = screen.paint(full * filled, "good") + screen.paint(empty * (_BAR_WIDTH - filled), "faint")
-    return f"step {seen.step}/{run.total_steps}  {bar} {100 * share:.0f}%{time_left}"
+    return f"step {metrics.step}/{run.total_steps}  {bar} {100 * share:.0f}%{time_left}"
 
 
-def _losses(seen: RunMetrics) -> str:
-    recent = [row["loss"] for row in seen.recent]
+def _losses(metrics: RunMetrics) -> str:
+    recent = [row["loss"] for row in metrics.recent]
     text = f"loss {recent[-1]:.4f} (mean of {len(recent)}: {statistics.mean(recent):.4f})"
-    if seen.validations:
-        step, loss = max(seen.validations.items())
-        best_step, best = min(seen.validations.items(), key=lambda item: item[1])
+    if metrics.validations:
+        step, loss = max(metrics.validations.items())
+        best_step, best = min(metrics.validations.items(), key=lambda item: item[1])
         text += f"  validation {loss:.4f} at step {step}"
         text += f" (best {best:.4f} at step {best_step})" if best_step != step else ""
     return text
 
 
-def _speed(seen: RunMetrics, screen: Screen) -> list[str]:
-    rows, last = list(seen.recent), seen.recent[-1]
+def _speed(metrics: RunMetrics, screen: Screen) -> list[str]:
+    rows, last = list(metrics.recent), metrics.recent[-1]
     seconds = sum(row["seconds"] for row in rows) or math.inf
     tokens = sum(row.get("tokens", row.get("tokens_per_second", 0) * row["seconds"]) for row in rows)
     parts = [f"{tokens / seconds:,.0f} tokens/s"]
@@ -184,7 +191,7 @@ def _speed(seen: RunMetrics, screen: Screen) -> list[str]:
     if "consumed_samples" in last and "consumed_samples" in rows[0] and after_first:
         samples = last["consumed_samples"] - rows[0]["consumed_samples"]
         parts.insert(0, f"{samples / after_first:,.1f} samples/s")
-    parts.append(f"{1000 * seconds_per_step(seen):,.0f} ms a step")
+    parts.append(f"{1000 * seconds_per_step(metrics):,.0f} ms a step")
     if "teraflops_per_device" in last:
         rate = statistics.mean(row.get("teraflops_per_device", 0.0) for row in rows)
         parts.append(f"{format_significant(rate)} TFLOP/s per process")
@@ -192,12 +199,12 @@ def _speed(seen: RunMetrics, screen: Screen) -> list[str]:
     if "gradient_norm" in last and "learning_rate" in last:
         rate, norm = last["learning_rate"], last["gradient_norm"]
         lines.append(f"optimizer     learning rate {rate:.2e}  gradient norm {norm:.3f}")
-    return lines + _health(seen, screen)
+    return lines + _health(metrics, screen)
 
 
-def _health(seen: RunMetrics, screen: Screen) -> list[str]:
+def _health(metrics: RunMetrics, screen: Screen) -> list[str]:
     """Fractions of communication and GPU utilisation, with their recommended limits."""
-    ranks = [row["ranks"] for row in seen.ranks]
+    ranks = [row["ranks"] for row in metrics.ranks]
     busy, collectives, messages = (sum(sum(step.get(time, ())) for step in ranks) for time in _TIMES)
     waiting = collectives + messages
     lines = []
@@ -215,11 +222,11 @@ def _health(seen: RunMetrics, screen: Screen) -> list[str]:
     return lines
 
 
-def _ranks(seen: RunMetrics, screen: Screen) -> list[str]:
+def _ranks(metrics: RunMetrics, screen: Screen) -> list[str]:
     """One line per rank; with many ranks, the busiest and those with the most memory."""
-    if not seen.ranks:
-        return [f"memory        {in_mib(_memory(seen.recent[-1]))} MiB (rank 0)"]
-    ranks = [row["ranks"] for row in seen.ranks]
+    if not metrics.ranks:
+        return [f"memory        {in_mib(_memory(metrics.recent[-1]))} MiB (rank 0)"]
+    ranks = [row["ranks"] for row in metrics.ranks]
     memory = [max(of_rank) for of_rank in zip(*(of_step["memory_bytes"] for of_step in ranks))]
     if len(memory) == 1:
         return [f"memory        {in_mib(memory[0])} MiB"]
@@ -229,7 +236,9 @@ def _ranks(seen: RunMetrics, screen: Screen) -> list[str]:
     waiting = [a + b for a, b in zip(collectives, messages)]
     if not busy:
         most, least = in_mib(max(memory)), in_mib(min(memory))
-        return [f"memory        {most} MiB on rank {memory.index(max(memory))}, {least} on the emptiest"]
+        return [
+            f"memory        {most} MiB on rank {memory.index(max(memory))}, {least} on the rank with the least"
+        ]
     # Rows of the file may lack ranks.
     memory = memory[: min(len(busy), len(waiting))]
     every = range(len(memory))
@@ -244,19 +253,19 @@ def _ranks(seen: RunMetrics, screen: Screen) -> list[str]:
         is_slow = rank == slowest and busy[rank] > _SLOW * median
         bar = f"{screen.paint(bar, 'bad' if is_slow else 'good')}{' ' * (_BAR_WIDTH - len(bar))}"
         times = f"{1000 * busy[rank]:6,.0f}   {1000 * waiting[rank]:10,.0f}"
-        slower = f"{busy[rank] / median:.1f} × the median" if median else "the others do not wait"
+        slower = f"{busy[rank] / median:.1f} × the median" if median else "median busy time is 0"
         tail = screen.paint(f"  slowest: {slower}", "bad") if is_slow else ""
         lines.append(f"  {rank:>5}       {bar}{times}   {in_mib(memory[rank], '10,.0f')}{tail}")
     if len(shown) < len(memory):
-        lines.append(f"  {len(memory) - len(shown)} more ranks are less busy and hold less")
+        lines.append(f"  {len(memory) - len(shown)} more ranks have lower busy time and memory")
     return lines
 
 
-def status_line(run: RunStatus, seen: RunMetrics) -> str:
+def status_line(run: RunStatus, metrics: RunMetrics) -> str:
     """Formats the view in one line, for a log."""
-    last, left = seen.recent[-1], duration(_seconds_left(run, seen))
+    last, left = metrics.recent[-1], duration(_seconds_left(run, metrics))
     speed = f"{last.get('tokens_per_second', 0):,.0f} tokens/s  {in_mib(_memory(last))} MiB"
-    return f"step {seen.step}/{run.total_steps}  {_losses(seen)}  {speed}  left {left}"
+    return f"step {metrics.step}/{run.total_steps}  {_losses(metrics)}  {speed}  left {left}"
 
 
 def _memory(row: dict[str, Any]) -> int:

@@ -18,7 +18,7 @@ from pentatron.parallel.axes import TensorAxis
 from pentatron.settings.core_config import CoreTransformerConfig
 from pentatron.settings.layer_patterns import window_of_layer
 from pentatron.settings.model import TransformerConfig
-from pentatron.settings.parameters import AttentionSizes, attention_sizes
+from pentatron.settings.model_sizes import AttentionSizes, attention_sizes
 
 
 class DotProductAttention(nn.Module):
@@ -33,7 +33,7 @@ class DotProductAttention(nn.Module):
     ) -> None:
         super().__init__()
         if attn_mask_type is not AttnMaskType.causal:
-            raise UserError(f"attention here is causal; AttnMaskType.{attn_mask_type.name} is not available")
+            raise UserError(f"attention is causal; AttnMaskType.{attn_mask_type.name} is not available")
         self.context = axes.context
         self.dropout = config.attention_dropout
         # Number of previous tokens a token attends to; None for all.
@@ -55,7 +55,7 @@ class DotProductAttention(nn.Module):
             if not cache.now.is_first:
                 return attend_to_cache(q_BNSH, keys, values, cache, self.window)
         dropout = self.dropout if self.training else 0.0
-        with self.kernels.around():
+        with self.kernels.context():
             return attend(q_BNSH, k_BKSH, v_BKSH, self.context, dropout, self.window, documents)
 
 
@@ -97,12 +97,12 @@ class SelfAttention(nn.Module):
         self.core_attention = build_module(
             core, config=config, layer_number=layer_number, attn_mask_type=attn_mask_type, axes=axes
         )
-        self.called_apart: dict[str, str] = {}
-        self._core_apart: Forward | None = None
+        self.graph_breaks: dict[str, str] = {}
+        self._eager_core: Forward | None = None
         compile = axes.options.compile
         if compile is not None and (reason := self._core_break_reason(compile)):
-            self.called_apart["core_attention"] = reason
-            self._core_apart = compile.called_apart(self, "core_attention")
+            self.graph_breaks["core_attention"] = reason
+            self._eager_core = compile.run_eagerly(self, "core_attention")
         proj, scale = whole.linear_proj, residual_scale(config.num_layers)
         self.linear_proj = build_module(
             submodules.linear_proj, proj.inputs, proj.outputs, proj.has_bias, axis, scale
@@ -134,7 +134,7 @@ class SelfAttention(nn.Module):
         q_BNSH, k_BKSH = self.q_norm(q_BNSH), self.k_norm(k_BKSH)
         if rope is not None and angles is not None:
             q_BNSH, k_BKSH = (_rotated(t, rope, *angles) for t in (q_BNSH, k_BKSH))
-        attend = self._core_apart or self.core_attention
+        attend = self._eager_core or self.core_attention
         out_BNSH: Tensor = attend(q_BNSH, k_BKSH, v_BKSH, **document_kwargs(self.core_attention, documents))
         return out_BNSH.transpose(1, 2).flatten(2)
 
@@ -175,4 +175,4 @@ def _qkv_rows(whole: AttentionSizes, shard: AttentionSizes, axis: TensorAxis) ->
         return (Rows(axis.rank * count, count),)
     group, part = divmod(axis.rank, axis.kv_copies)
     start, count = group * rows_of_group, shard.queries_per_group * head
-    return Rows(start + part * count, count), Rows(start + queries, 2 * head, copies=True)
+    return Rows(start + part * count, count), Rows(start + queries, 2 * head, is_replicated=True)

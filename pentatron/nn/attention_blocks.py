@@ -134,12 +134,12 @@ def _fits_flash(q: Tensor, block: Block) -> bool:
 
 
 # Output, lse and state of the random generator.
-Part = tuple[Tensor, Tensor, tuple[Tensor, ...]]
+PartialResult = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 # Queries, keys, values, output and lse.
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Part:
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> PartialResult:
     if not q.is_cuda:
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **_mask_for_cpu(q, block))
         return out, lse, ()
@@ -192,7 +192,7 @@ def _window_for_cuda(block: Block) -> dict[str, int]:
     return {"window_size_left": left, "window_size_right": 0 if block.causal else -1}
 
 
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> Part:
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, block: Block) -> PartialResult:
     """Attention of a block in plain fp32 operations, for what the flash kernel does not support."""
     scores_BKGST = _scores(q, k, block)
     lse_BKGS = scores_BKGST.logsumexp(-1)

@@ -27,17 +27,16 @@ Forward = Callable[..., Tensor]
 class CompileOptions:
     """How the layers of a model are compiled.
 
-    `backend` and `options` are those of `torch.compile`. `together` is the number of consecutive layers in
-    one graph. `documents`: sequences are divided into documents, which are passed through graphs as an opaque
-    object.
+    `backend` and `options` are those of `torch.compile`. `layers_per_graph` counts consecutive layers.
+    `documents`: sequences are divided into documents, which are passed through graphs as an opaque object.
     """
 
     backend: Any = "inductor"
     options: dict[str, Any] | None = None
-    together: int = 1
+    layers_per_graph: int = 1
     documents: bool = False
 
-    def whole(self, forward: Forward) -> Forward:
+    def compiled(self, forward: Forward) -> Forward:
         """Compiles a forward at its first call. Hooks of its module stay outside the graph."""
         from torch import _dynamo as dynamo
 
@@ -49,26 +48,26 @@ class CompileOptions:
 
     def layer(self, forward: Forward) -> Forward:
         """Compiles the forward of a layer, which passes documents through as an opaque object."""
-        compiled = self.whole(forward)
+        compiled = self.compiled(forward)
 
         def call(*inputs: Any, documents: DocumentStarts | None = None) -> Tensor:
-            return compiled(*inputs, documents=None if documents is None else _Sealed(documents))
+            return compiled(*inputs, documents=None if documents is None else _OpaqueDocuments(documents))
 
         return call if self.documents else compiled
 
-    def apart(self, forward: Forward) -> Forward:
+    def eager(self, forward: Forward) -> Forward:
         """Returns a part of a layer that breaks the graph and runs eagerly."""
 
         def call(*inputs: Any, **named: Any) -> Tensor:
-            if isinstance(sealed := named.get("documents"), _Sealed):
-                named["documents"] = sealed.documents
+            if isinstance(opaque := named.get("documents"), _OpaqueDocuments):
+                named["documents"] = opaque.documents
             return forward(*inputs, **named)
 
         return torch.compiler.disable(call if self.documents else forward)
 
-    def called_apart(self, owner: nn.Module, name: str) -> Forward:
+    def run_eagerly(self, owner: nn.Module, name: str) -> Forward:
         """Returns a function that calls the submodule `name` of `owner` eagerly, whatever its class."""
-        return self.apart(lambda *inputs, **named: getattr(owner, name)(*inputs, **named))
+        return self.eager(lambda *inputs, **named: getattr(owner, name)(*inputs, **named))
 
 
 class CompiledLayers:
@@ -79,8 +78,8 @@ class CompiledLayers:
     """
 
     def __init__(self, compile: CompileOptions) -> None:
-        self.count = compile.together
-        self._compiled = compile.whole(_in_turn)
+        self.count = compile.layers_per_graph
+        self._compiled = compile.compiled(_in_turn)
 
     def __call__(
         self, x_BSD: Tensor, layers: Sequence[nn.Module], *inputs: Any
@@ -98,7 +97,12 @@ class CompiledLayers:
 
 def compiled_layers(compile: CompileOptions | None, layers: Iterable[nn.Module]) -> CompiledLayers | None:
     """Returns None unless graphs of several layers are configured and every layer is compiled whole."""
-    if compile is None or compile.together == 1 or compile.documents or compilation_report(layers).left_out:
+    if (
+        compile is None
+        or compile.layers_per_graph == 1
+        or compile.documents
+        or compilation_report(layers).graph_breaks
+    ):
         return None
     return CompiledLayers(compile)
 
@@ -111,7 +115,7 @@ def _in_turn(layers: Sequence[nn.Module], x_BSD: Tensor, *inputs: Any) -> Tensor
 
 
 @dataclass(frozen=True)
-class _Sealed:
+class _OpaqueDocuments:
     """Wraps documents inside a compiled layer, so that no guard depends on their number or starts."""
 
     documents: DocumentStarts
@@ -122,19 +126,19 @@ class CompileReport:
     """How many layers are compiled, and which parts are not, with the reason."""
 
     layers: int
-    left_out: tuple[str, ...]
+    graph_breaks: tuple[str, ...]
 
 
 def compilation_report(layers: Iterable[nn.Module]) -> CompileReport:
     """Reports what is compiled of layers that were built with `CompileOptions`."""
-    count, left_out = 0, dict[str, None]()
+    count, reasons = 0, dict[str, None]()
     for layer in layers:
         if not getattr(layer, "runs_whole", False):
-            left_out[f"{type(layer).__name__}, a layer of your own"] = None
+            reasons[f"{type(layer).__name__}, a custom layer"] = None
             continue
-        left_out |= dict.fromkeys(_reasons(layer))
+        reasons |= dict.fromkeys(_reasons(layer))
         count += 1
-    return CompileReport(count, tuple(left_out))
+    return CompileReport(count, tuple(reasons))
 
 
 def _reasons(module: nn.Module) -> Iterator[str]:
@@ -142,12 +146,12 @@ def _reasons(module: nn.Module) -> Iterator[str]:
 
     A part states its reason itself, or the module that calls it does.
     """
-    called_apart: dict[str, str] = getattr(module, "called_apart", {})
-    yield from called_apart.values()
+    graph_breaks: dict[str, str] = getattr(module, "graph_breaks", {})
+    yield from graph_breaks.values()
     for name, child in module.named_children():
-        if name in called_apart:
+        if name in graph_breaks:
             continue
-        if reason := getattr(child, "left_out", ""):
+        if reason := getattr(child, "graph_break_reason", ""):
             yield reason
         else:
             yield from _reasons(child)

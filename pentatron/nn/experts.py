@@ -17,7 +17,7 @@ from pentatron.ops.fp8_linear import LinearOptions
 from pentatron.parallel.sharding import Initialization, Shape, Shard, ShardingSpec
 from pentatron.settings.decisions import wants_grouped_experts
 from pentatron.settings.model import MoEConfig, TransformerConfig
-from pentatron.settings.parameters import expert_sizes, matrices_before_activation
+from pentatron.settings.model_sizes import expert_sizes, matrices_before_activation
 
 # int16 is enough for any number of experts; shorter keys sort faster.
 _KEY = torch.int16
@@ -52,7 +52,7 @@ def sorted_by_expert(chosen_TK: Tensor, kept_TK: Tensor | None, count: int) -> S
     return SortedPairs(pairs, positions.view_as(chosen_TK), linear.DeviceGroups(ends))
 
 
-class _Mixed(torch.autograd.Function):
+class _GroupedExpertsFunction(torch.autograd.Function):
     """Each token's weighted sum of its experts' outputs; all experts are on this device.
 
     The host never learns how many tokens an expert has: pairs of token and expert are sorted, their rows
@@ -75,13 +75,13 @@ class _Mixed(torch.autograd.Function):
         ctx.keeps_rows = "moe_act" not in experts.recompute.wanted.parts
         rows_ND = activation.dispatch_rows(x_TD, sort.places_TK)
         weights_N = weights_TK.flatten().index_select(0, sort.pairs_N)
-        inner_NI = groups.times(rows_ND, fc1.transpose(1, 2))
+        inner_NI = groups.matmul(rows_ND, fc1.transpose(1, 2))
         saved = rows_ND if ctx.keeps_rows else x_TD
         ctx.save_for_backward(saved, inner_NI, weights_N, fc1, fc2, sort.places_TK, groups.ends)
         # Freed before the next tensors of this size are allocated.
         del rows_ND, saved
         between_NI = activation.weighted_activation(inner_NI, weights_N, experts.gated)
-        return activation.combine_rows(groups.times(between_NI, fc2.transpose(1, 2)), sort.places_TK)
+        return activation.combine_rows(groups.matmul(between_NI, fc2.transpose(1, 2)), sort.places_TK)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -89,18 +89,22 @@ class _Mixed(torch.autograd.Function):
         deferred, groups = ctx.experts.linear_fc1.deferred, linear.DeviceGroups(ends)
         d_output_ND = activation.dispatch_rows(gradients[0], places_TK)
         d_inner_NI, d_weights_N, between_NI = activation.weighted_activation_backward(
-            groups.times(d_output_ND, fc2), inner_NI, weights_N, ctx.experts.gated
+            groups.matmul(d_output_ND, fc2), inner_NI, weights_N, ctx.experts.gated
         )
         del inner_NI
         d_fc1 = d_fc2 = d_x_TD = None
         if ctx.needs_input_grad[3]:
-            d_fc2 = linear.compute_or_defer(deferred, ctx.weights[1], groups.outer, d_output_ND, between_NI)
+            d_fc2 = linear.compute_or_defer(
+                deferred, ctx.weights[1], groups.weight_gradient, d_output_ND, between_NI
+            )
         del between_NI, d_output_ND
         if ctx.needs_input_grad[0]:
-            d_x_TD = activation.combine_rows(groups.times(d_inner_NI, fc1), places_TK)
+            d_x_TD = activation.combine_rows(groups.matmul(d_inner_NI, fc1), places_TK)
         if ctx.needs_input_grad[2]:
             rows_ND = saved if ctx.keeps_rows else activation.dispatch_rows(saved, places_TK)
-            d_fc1 = linear.compute_or_defer(deferred, ctx.weights[0], groups.outer, d_inner_NI, rows_ND)
+            d_fc1 = linear.compute_or_defer(
+                deferred, ctx.weights[0], groups.weight_gradient, d_inner_NI, rows_ND
+            )
         d_weights_TK = d_weights_N.index_select(0, places_TK.flatten()).view_as(places_TK)
         return d_x_TD, d_weights_TK, d_fc1, d_fc2, None, None
 
@@ -109,10 +113,10 @@ class ExpertLinear(WeightedModule):
     """`y = x Wᵀ` with a matrix for each expert."""
 
     def __init__(
-        self, shape: Shape, local: Shape, pieces: tuple[Shard, ...], scale: float, options: LinearOptions
+        self, shape: Shape, local: Shape, shards: tuple[Shard, ...], scale: float, options: LinearOptions
     ) -> None:
         super().__init__(options)
-        declared = ShardingSpec(shape, pieces, Initialization(scale), copies="expert_data")
+        declared = ShardingSpec(shape, shards, Initialization(scale), replica_axis="expert_data")
         self.weight = self.declare_weight(local, declared)
 
     def forward(self, rows_ND: Tensor, groups: linear.GroupedRows) -> Tensor:
@@ -133,15 +137,15 @@ class Experts(nn.Module):
         self.count = moe.experts
         self.grouped = wants_grouped_experts(moe)
         self.recompute = axes.options.recompute
-        whole, shard = expert_sizes(config, moe), expert_sizes(config, moe, axis.holders, axis.cut)
+        whole, shard = expert_sizes(config, moe), expert_sizes(config, moe, axis.ep_size, axis.expert_tp_size)
         first, share, hidden = axis.own(whole.count).start, shard.inner, config.hidden_size
         # A shard has the same rows of gate and up projection, as in a dense layer.
         size = (shard.count, share, hidden)
         rows = tuple(
-            Shard((first, half * whole.inner + axis.part * share, 0), (0, half * share, 0), size)
+            Shard((first, half * whole.inner + axis.expert_tp_rank * share, 0), (0, half * share, 0), size)
             for half in range(matrices_before_activation(config))
         )
-        columns = Shard((first, 0, axis.part * share), (0, 0, 0), shard.linear_fc2)
+        columns = Shard((first, 0, axis.expert_tp_rank * share), (0, 0, 0), shard.linear_fc2)
         options, scale = axes.tensor.linear, residual_scale(config.num_layers)
         self.linear_fc1 = ExpertLinear(whole.linear_fc1, shard.linear_fc1, rows, 1.0, options)
         self.linear_fc2 = ExpertLinear(whole.linear_fc2, shard.linear_fc2, (columns,), scale, options)
@@ -165,7 +169,7 @@ class Experts(nn.Module):
             if routing.kept_TK is not None:
                 weights_TK = weights_TK.masked_fill(~routing.kept_TK, 0)
             fc1, fc2 = self.linear_fc1.weight, self.linear_fc2.weight
-            return _Mixed.apply(rows_ND, weights_TK, fc1, fc2, sort, self)
+            return _GroupedExpertsFunction.apply(rows_ND, weights_TK, fc1, fc2, sort, self)
         groups = linear.Groups(tuple(counts), self.grouped, counts_E)
         inner = self.linear_fc1(rows_ND, groups)
         activate = partial(activation.mlp_activation, inner, self.gated)

@@ -59,17 +59,17 @@ def normal_region(seed: int, name: str, shape: Shape, start: Shape, size: Shape,
 
 
 def draw_weights(parameters: Iterable[ShardedParameter], seed: int, std: float) -> None:
-    """Initializes every parameter; elements that no piece covers become zero."""
+    """Initializes every parameter; elements that no shard covers become zero."""
     with torch.no_grad():
-        for held in parameters:
-            initial = held.declared.initial
-            held.parameter.zero_()
-            for piece in held.declared.pieces:
-                target = region(held.parameter.data, piece.local, piece.size)
+        for param in parameters:
+            initial = param.declared.initial
+            param.parameter.zero_()
+            for shard in param.declared.shards:
+                target = region(param.parameter.data, shard.local, shard.size)
                 if initial.constant is not None:
                     target.fill_(initial.constant)
                     continue
-                normal_region(seed, held.tensor, held.declared.shape, piece.start, piece.size, target)
+                normal_region(seed, param.tensor, param.declared.shape, shard.start, shard.size, target)
                 target.mul_(std * initial.scale)
 
 

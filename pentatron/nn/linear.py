@@ -19,11 +19,11 @@ from pentatron.parallel.sharding import Initialization, Shape, Shard, ShardedMod
 
 @dataclass(frozen=True)
 class Rows:
-    """A range of rows of a logical matrix on this rank; with `copies`, its kv neighbours hold them too."""
+    """A range of rows of a logical matrix on this rank; if `is_replicated`, kv neighbours hold them too."""
 
     start: int
     count: int
-    copies: bool = False
+    is_replicated: bool = False
 
 
 def even_rows(total: int, axis: TensorAxis) -> tuple[Rows, ...]:
@@ -35,13 +35,13 @@ def even_rows(total: int, axis: TensorAxis) -> tuple[Rows, ...]:
 class WeightedModule(ShardedModule):
     """A module that multiplies by its weight, in fp8 if configured and the sides of the weight allow it.
 
-    `is_split`: other tensor ranks have the rest of the matrix. `left_out`: why it breaks the graph of a
-    compiled layer.
+    `is_split`: other tensor ranks have the rest of the matrix. `graph_break_reason`: why it breaks the graph
+    of a compiled layer.
     """
 
     weight: nn.Parameter
     fp8: fp8_linear.Fp8Format | None = None
-    left_out = ""
+    graph_break_reason = ""
 
     def __init__(
         self, options: fp8_linear.LinearOptions = fp8_linear.DEFAULT_LINEAR, is_split: bool = False
@@ -51,10 +51,12 @@ class WeightedModule(ShardedModule):
         self.deferred = options.deferred
         self.scale = fp8_linear.WeightScale()
         if options.in_graph and options.deferred is not None:
-            self.left_out = "matrix products, whose weight gradients are computed later in the schedule"
+            self.graph_break_reason = (
+                "matrix products, whose weight gradients are computed later in the schedule"
+            )
         elif options.in_graph and is_split:
-            self.left_out = "matrix products that communicate with other tensor ranks"
-        if self.left_out:
+            self.graph_break_reason = "matrix products that communicate with other tensor ranks"
+        if self.graph_break_reason:
             self.forward = torch.compiler.disable(self.forward)
 
     def declare_weight(
@@ -80,7 +82,7 @@ class WeightedModule(ShardedModule):
         """Whether products run in the model's precision with immediate weight gradients."""
         return self.deferred is None and self.fp8 is None
 
-    def multiplied(self, x: Tensor, bias: Tensor | None = None, gates: bool = False) -> Tensor:
+    def apply_weight(self, x: Tensor, bias: Tensor | None = None, gates: bool = False) -> Tensor:
         """Returns `x Wᵀ + b`; with `gates`, `silu(gate) * up` of it, with the gate in the first half."""
         if self.fp8 is not None and fp8_linear.fp8_supports(x):
             scale = self.scale.known
@@ -96,25 +98,25 @@ class ColumnParallelLinear(WeightedModule):
         super().__init__(axis.linear, is_split=axis.size > 1)
         self.axis = axis
         local = sum(r.count for r in rows)
-        declared = ShardingSpec((outputs, inputs), _row_pieces(rows, (inputs,)), Initialization())
+        declared = ShardingSpec((outputs, inputs), _row_shards(rows, (inputs,)), Initialization())
         self.weight = self.declare_weight((local, inputs), declared)
-        of_bias = ShardingSpec((outputs,), _row_pieces(rows, ()), sharding.ZEROS)
+        of_bias = ShardingSpec((outputs,), _row_shards(rows, ()), sharding.ZEROS)
         self.bias = self.declare("bias", (local,), of_bias) if bias else None
 
     def forward(self, x: Tensor, gates: bool = False) -> Tensor:
-        return self.multiplied(self.axis.enter(x), self.bias, gates)
+        return self.apply_weight(self.axis.enter(x), self.bias, gates)
 
 
-def _row_pieces(rows: Sequence[Rows], rest: Shape) -> tuple[Shard, ...]:
-    """Pieces of a matrix (`rest` is its width) or of a bias. Gradients of replicated rows are summed."""
-    pieces, local = [], 0
+def _row_shards(rows: Sequence[Rows], rest: Shape) -> tuple[Shard, ...]:
+    """Shards of a matrix (`rest` is its width) or of a bias. Gradients of replicated rows are summed."""
+    shards, local = [], 0
     for range_ in rows:
-        shared: frozenset[Axis] = frozenset({"kv"}) if range_.copies else frozenset()
+        shared: frozenset[Axis] = frozenset({"kv"}) if range_.is_replicated else frozenset()
         zeros = (0,) * len(rest)
         start, place = (range_.start, *zeros), (local, *zeros)
-        pieces.append(Shard(start, place, (range_.count, *rest), shared, partial_over=shared))
+        shards.append(Shard(start, place, (range_.count, *rest), shared, partial_over=shared))
         local += range_.count
-    return tuple(pieces)
+    return tuple(shards)
 
 
 class RowParallelLinear(WeightedModule):
@@ -124,11 +126,11 @@ class RowParallelLinear(WeightedModule):
         super().__init__(axis.linear, is_split=axis.size > 1)
         self.axis = axis
         share = axis.share(inputs)
-        piece = Shard((0, axis.rank * share), (0, 0), (outputs, share))
-        declared = ShardingSpec((outputs, inputs), (piece,), Initialization(scale))
+        shard = Shard((0, axis.rank * share), (0, 0), (outputs, share))
+        declared = ShardingSpec((outputs, inputs), (shard,), Initialization(scale))
         self.weight = self.declare_weight((outputs, share), declared)
         # Added after the reduction, so once; with sequence parallelism each rank adds it to its own tokens.
-        of_bias = sharding.whole((outputs,), sharding.ZEROS, axis.partial_axes)
+        of_bias = sharding.replicated((outputs,), sharding.ZEROS, axis.partial_axes)
         self.bias = self.declare("bias", (outputs,), of_bias) if bias else None
 
     def forward(self, x: Tensor, gates: bool = False) -> Tensor:
@@ -136,7 +138,7 @@ class RowParallelLinear(WeightedModule):
 
         Fused here, because hooks that gather the weights are on this module.
         """
-        y = self.axis.leave(gated_linear(x, self.weight) if gates else self.multiplied(x))
+        y = self.axis.leave(gated_linear(x, self.weight) if gates else self.apply_weight(x))
         return y if self.bias is None else y + self.bias
 
 
@@ -168,8 +170,8 @@ class VocabParallelEmbedding(WeightedModule):
         both_ends: frozenset[Axis] = frozenset({"embedding"} if has_copy else ())
         # Declared even if empty, on a rank with padding only: all ranks must reduce a parameter in the same
         # way.
-        piece = Shard((min(self.first, vocabulary), 0), (0, 0), (valid, width), both_ends, both_ends)
-        declared = ShardingSpec((vocabulary, width), (piece,), Initialization(), tied_to)
+        shard = Shard((min(self.first, vocabulary), 0), (0, 0), (valid, width), both_ends, both_ends)
+        declared = ShardingSpec((vocabulary, width), (shard,), Initialization(), tied_to)
         weight = None if shared is None else shared.weight
         self.weight = self.declare_weight((share, width), declared, weight)
 
@@ -184,7 +186,7 @@ class VocabParallelEmbedding(WeightedModule):
 
     def logits(self, x_BSD: Tensor) -> Tensor:
         """Returns this rank's shard of the logits of every token."""
-        return self.multiplied(self.axis.enter(x_BSD))
+        return self.apply_weight(self.axis.enter(x_BSD))
 
 
 class OutputLayer(VocabParallelEmbedding):
@@ -205,7 +207,7 @@ class ReplicatedWeight(ShardedModule):
 
     def __init__(self, shape: Shape, axis: TensorAxis) -> None:
         super().__init__()
-        declared = sharding.whole(shape, Initialization(), axis.partial_axes)
+        declared = sharding.replicated(shape, Initialization(), axis.partial_axes)
         self.weight = self.declare("weight", shape, declared)
 
 

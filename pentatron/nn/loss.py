@@ -66,7 +66,7 @@ class CrossEntropy:
             return token_losses(head.logits(x_BSD), labels_BS, vocabulary, head.first, group)
 
         def losses(x: Tensor, labels: Tensor) -> Tensor:
-            logits, how = head.multiplied(x), self.implementation
+            logits, how = head.apply_weight(x), self.implementation
             return _FusedCrossEntropy.apply(logits, labels, vocabulary, head.first, group, how, True)
 
         x_TD, labels_T = head.axis.enter(x_BSD).flatten(0, 1), labels_BS.flatten()
@@ -133,9 +133,9 @@ class _FusedCrossEntropy(torch.autograd.Function):
         passes = _passes(implementation, logits)
         # Logits of users may have any strides; the kernels read row by row.
         rows = logits.flatten(0, -2) if overwrite else logits.flatten(0, -2).contiguous()
-        words = min(max(0, vocabulary - first), rows.shape[-1])
+        local_vocab = min(max(0, vocabulary - first), rows.shape[-1])
         flat = labels.flatten().contiguous()
-        local_largest, local_sums, of_label = passes.row_sums(rows, flat, words, first)
+        local_largest, local_sums, of_label = passes.row_sums(rows, flat, local_vocab, first)
         largest, sums = local_largest, local_sums
         if group.size > 1:
             largest = all_reduce_max_(local_largest.clone(), group)
@@ -143,8 +143,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
             sums, of_label = all_reduce_(local, group)
         log_sums = largest + sums.log()
         ctx.save_for_backward(logits if overwrite else rows, flat, log_sums)
-        ctx.shape, ctx.words, ctx.first, ctx.vocabulary = logits.shape, words, first, vocabulary
-        ctx.passes, ctx.overwrite = passes, overwrite
+        ctx.shape, ctx.local_vocab, ctx.first = logits.shape, local_vocab, first
+        ctx.passes, ctx.overwrite, ctx.vocabulary = passes, overwrite, vocabulary
         return _without_ignored(log_sums - of_label, flat, vocabulary).view(labels.shape)
 
     @staticmethod
@@ -154,7 +154,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         weights = gradients[0].flatten().float().masked_fill(~_is_valid(labels, ctx.vocabulary), 0.0)
         rows = logits.flatten(0, -2)
         gradient = rows if ctx.overwrite else torch.empty_like(rows)
-        ctx.passes.write_gradient(gradient, rows, labels, log_sums, weights, ctx.words, ctx.first)
+        ctx.passes.write_gradient(gradient, rows, labels, log_sums, weights, ctx.local_vocab, ctx.first)
         if ctx.overwrite:
             # Makes autograd raise if the overwritten logits are used afterwards, such as by a second
             # backward.

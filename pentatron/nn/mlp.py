@@ -14,7 +14,7 @@ from pentatron.ops.activation import mlp_activation
 from pentatron.ops.dispatch import uses_triton
 from pentatron.settings.core_config import CoreTransformerConfig
 from pentatron.settings.model import TransformerConfig
-from pentatron.settings.parameters import mlp_sizes
+from pentatron.settings.model_sizes import mlp_sizes
 
 PLAIN_MLP = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
 

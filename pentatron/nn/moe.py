@@ -23,7 +23,7 @@ from pentatron.nn.spec import MLPSubmodules
 from pentatron.parallel.axes import ExpertAxis
 from pentatron.settings.core_config import CoreTransformerConfig
 from pentatron.settings.model import MoEConfig, TransformerConfig, moe_layers
-from pentatron.settings.parameters import has_shared_expert, has_shared_gate, shared_gate_shape
+from pentatron.settings.model_sizes import has_shared_expert, has_shared_gate, shared_gate_shape
 
 # Maps rows sorted by this rank's experts, and the number of rows of each on the host and on the device, to
 # the output of the experts or of this rank's part of them.
@@ -36,26 +36,29 @@ def all_to_all(
     """Dispatches tokens with all-to-all; `count` is the total number of experts."""
     tokens, topk = routing.chosen_TK.shape
     order, counts_E = _by_expert(routing.chosen_TK, routing.kept_TK, count)
-    local_experts = count // axis.holders
+    local_experts = count // axis.ep_size
     # Each rank with a shard of an expert needs all of its tokens.
-    sent_GE = counts_E.view(axis.holders, local_experts).repeat_interleave(axis.cut, dim=0)
+    sent_GE = counts_E.view(axis.ep_size, local_experts).repeat_interleave(axis.expert_tp_size, dim=0)
     received_GE = axis.all_to_all_counts(sent_GE)
     # The only synchronization of host and device: the host needs the sizes of the all-to-all.
     sizes = torch.stack((sent_GE, received_GE)).tolist()
     sent, received = ([sum(row) for row in rows] for rows in sizes)
-    rows_ND = _GatherRows.apply(x_TD, order[: sum(sent) // axis.cut], topk)
-    if axis.cut > 1:
+    rows_ND = _GatherRows.apply(x_TD, order[: sum(sent) // axis.expert_tp_size], topk)
+    if axis.expert_tp_size > 1:
         # Once for each rank that shares an expert.
-        blocks = rows_ND.split(sent[:: axis.cut])
-        rows_ND = torch.cat([block for block in blocks for _ in range(axis.cut)])
+        blocks = rows_ND.split(sent[:: axis.expert_tp_size])
+        rows_ND = torch.cat([block for block in blocks for _ in range(axis.expert_tp_size)])
     arrived_ND = axis.all_to_all(rows_ND, sent, received)
     sorting = _by_local_expert(received_GE, sum(received))
     counts = [sum(column) for column in zip(*sizes[1])]
     output_ND = experts(_GatherRows.apply(arrived_ND, sorting, 1), counts, received_GE.sum(0))
     returned_ND = axis.all_to_all(_scatter_rows(output_ND, sorting, len(sorting)), received, sent)
-    if axis.cut > 1:
+    if axis.expert_tp_size > 1:
         blocks = returned_ND.split(sent)
-        parts = (blocks[first : first + axis.cut] for first in range(0, len(blocks), axis.cut))
+        parts = (
+            blocks[first : first + axis.expert_tp_size]
+            for first in range(0, len(blocks), axis.expert_tp_size)
+        )
         returned_ND = torch.cat([torch.stack(of_expert).sum(0) for of_expert in parts])
     order = order[: len(returned_ND)]
     output_TKD = _scatter_rows(returned_ND, order, tokens * topk).unflatten(0, (tokens, topk))
@@ -175,7 +178,7 @@ class MoE(nn.Module):
     `grouped` uses a grouped matrix product even if the configuration does not.
     """
 
-    left_out = ""
+    graph_break_reason = ""
 
     def __init__(
         self,
@@ -202,9 +205,9 @@ class MoE(nn.Module):
         if grouped:
             moe = dataclasses.replace(moe, moe_grouped_gemm=True)
         if axes.options.compile is not None:
-            self.left_out = "experts, whose sizes depend on the routing"
-            self.forward = axes.options.compile.apart(self.forward)  # type: ignore[method-assign]
-            axes = axes.out_of_graphs()
+            self.graph_break_reason = "experts, whose sizes depend on the routing"
+            self.forward = axes.options.compile.eager(self.forward)  # type: ignore[method-assign]
+            axes = axes.uncompiled()
         self.axis = axes.expert
         self.dispatch = DISPATCHERS[moe.moe_token_dispatcher_type]
         self.recompute = axes.options.recompute
@@ -213,9 +216,9 @@ class MoE(nn.Module):
         self.shared = SharedExpert(config, moe, axes, submodules) if has_shared_expert(moe) else None
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.recompute("moe", self._mixed, x_BSD)
+        return self.recompute("moe", self._apply_experts, x_BSD)
 
-    def _mixed(self, x_BSD: Tensor) -> Tensor:
+    def _apply_experts(self, x_BSD: Tensor) -> Tensor:
         routing = self.router(x_BSD)
         x_TD = x_BSD.flatten(0, 1)
         if self.axis.group.size == 1 and self.experts.can_run_on_device(x_TD):

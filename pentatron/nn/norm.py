@@ -10,9 +10,9 @@ from torch.autograd.function import once_differentiable
 from pentatron.layout.ranks import Axis
 from pentatron.nn.compiled import CompileOptions
 from pentatron.nn.spec import Slot, build_module, takes
-from pentatron.parallel.sharding import ONES, ZEROS, ShardedModule, whole
+from pentatron.parallel.sharding import ONES, ZEROS, ShardedModule, replicated
 from pentatron.settings.model import TransformerConfig
-from pentatron.settings.parameters import norm_parameters
+from pentatron.settings.model_sizes import norm_parameters
 
 _INITIAL = {"weight": ONES, "bias": ZEROS}
 
@@ -33,9 +33,9 @@ class _Norm(ShardedModule):
         super().__init__()
         if compile is not None:
             self.runs_whole = True
-            self.forward = compile.whole(self.forward)
+            self.forward = compile.compiled(self.forward)
         for each in norm_parameters(self.kind, width):
-            self.declare(each.name, each.shape, whole(each.shape, _INITIAL[each.name], partial_over))
+            self.declare(each.name, each.shape, replicated(each.shape, _INITIAL[each.name], partial_over))
         self.epsilon = epsilon
 
 

@@ -59,7 +59,7 @@ class AttentionKernels:
         if device != self._device:
             self._device, self.chosen = device, allowed_kernels(backend, device, dropout)
 
-    def around(self) -> AbstractContextManager[None]:
+    def context(self) -> AbstractContextManager[None]:
         """Returns a context manager.
 
         Entering `sdpa_kernel` takes longer than a kernel launch, so nested uses inside a model do not enter
@@ -161,7 +161,7 @@ class Axes:
         """Returns a copy with other options of linear layers."""
         return replace(self, tensor=replace(self.tensor, linear=linear))
 
-    def out_of_graphs(self) -> "Axes":
+    def uncompiled(self) -> "Axes":
         """Returns a copy for the parts of a layer that are not compiled."""
         plain = self.with_linear(replace(self.tensor.linear, in_graph=False))
         return replace(plain, options=replace(self.options, compile=None))

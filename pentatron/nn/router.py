@@ -19,7 +19,7 @@ from pentatron.nn.linear import ReplicatedWeight
 from pentatron.nn.options import Axes
 from pentatron.parallel.axes import ExpertAxis
 from pentatron.settings.model import MoEConfig
-from pentatron.settings.parameters import router_shape
+from pentatron.settings.model_sizes import router_shape
 
 Z_LOSS = "z_loss"
 
@@ -64,14 +64,14 @@ class RouterLoad(nn.Module):
         self.counts.zero_()
         self.losses = {}
 
-    def numbers(self) -> Tensor:
-        """This rank's counts and losses of the step. `settle` takes their sum over all ranks."""
+    def tally(self) -> Tensor:
+        """This rank's counts and losses of the step. `finish_step` takes their sum over all ranks."""
         zero = self.counts.new_zeros(())
         return torch.cat([self.counts, *(self.losses.get(name, zero).reshape(1) for name in self.weights)])
 
-    def settle(self, numbers: Tensor) -> None:
+    def finish_step(self, totals: Tensor) -> None:
         """Finishes the step: updates the load of the previous step and the bias."""
-        counts = numbers[: self.experts]
+        counts = totals[: self.experts]
         self.previous.copy_(counts / counts.sum().clamp(min=1))
         if self.has_bias:
             self.bias.add_(torch.sign(counts.mean() - counts).to(self.bias), alpha=self.bias_rate)

@@ -127,7 +127,7 @@ def _resolved(slot: Slot) -> tuple[ModuleSpec, Any]:
     if not isinstance(spec.module, tuple):
         return spec, spec.module
     if len(spec.module) != 2:
-        raise UserError(f'{spec}: an import path has two words, ("package.module", "Name")')
+        raise UserError(f'{spec}: an import path has two strings, ("package.module", "Name")')
     return spec, import_named(spec.module[0], spec.module[1], str(spec))
 
 
@@ -166,7 +166,7 @@ def import_named(module: str, name: str, what: str) -> Any:
     except Exception as error:  # whatever the user's file does wrong
         raise UserError(
             f"{what}: module {module} cannot be imported ({type(error).__name__}: {error}); "
-            "is it installed, or in the folder where the command runs?"
+            "install it, or put it in the folder where the command runs"
         ) from None
     if not hasattr(imported, name):
         raise UserError(f"{what}: module {module} has no {name} ({imported.__file__})")

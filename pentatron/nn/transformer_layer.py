@@ -58,15 +58,15 @@ class TransformerLayer(nn.Module):
         self.add_attention = build(submodules.self_attn_bda or dropout_add)
         self.add_mlp = build(submodules.mlp_bda or dropout_add)
         self.recompute = axes.options.recompute
-        self.called_apart: dict[str, str] = {}
-        self._attention_apart: Forward | None = None
+        self.graph_breaks: dict[str, str] = {}
+        self._eager_attention: Forward | None = None
         compile = axes.options.compile
         # A user's layer class may read documents, which are opaque inside a graph.
         if compile is not None and (not compile.documents or type(self) is TransformerLayer):
             if compile.documents and type(self.attention) is not SelfAttention:
                 document_kwargs(self.attention, ())
-                self.called_apart["attention"] = f"{type(self.attention).__name__}, which reads documents"
-                self._attention_apart = compile.called_apart(self, "attention")
+                self.graph_breaks["attention"] = f"{type(self.attention).__name__}, which reads documents"
+                self._eager_attention = compile.run_eagerly(self, "attention")
             self.runs_whole = True
             # The forward, not the call, so that hooks such as FSDP's stay outside the graph.
             self.forward = compile.layer(self.forward)  # type: ignore[method-assign]
@@ -80,7 +80,7 @@ class TransformerLayer(nn.Module):
         documents: DocumentStarts | None = None,
     ) -> Tensor:
         normed = self.recompute("layernorm", self.input_norm, x_BSD)
-        attend = self._attention_apart or self.attention
+        attend = self._eager_attention or self.attention
         attended = attend(normed, rope, angles, **document_kwargs(self.attention, documents))
         x_BSD = self.add_attention(attended, x_BSD, keys, self._site(0), self.dropout)
         part = "" if isinstance(self.mlp, MoE) else "mlp"

@@ -1,9 +1,9 @@
 """Cross entropy over logits in two passes: one for the loss, one that overwrites the logits with their
 gradient.
 
-A row is a token. The first `words` columns are vocabulary entries, starting with entry `first`; the others
-are padding. Sums are in fp32, also for bf16 logits. This implementation processes blocks of rows, so that
-only one block is in fp32.
+A row is a token. The first `vocab` columns are vocabulary entries, starting with entry `first`;
+the others are padding. Sums are in fp32, also for bf16 logits. This implementation processes blocks of rows,
+so that only one block is in fp32.
 """
 
 from collections.abc import Iterator
@@ -16,15 +16,15 @@ _BLOCK_ELEMENTS = 2**25
 _NO_LOGIT = -3.0e38
 
 
-def row_sums(logits: Tensor, labels: Tensor, words: int, first: int) -> tuple[Tensor, Tensor, Tensor]:
+def row_sums(logits: Tensor, labels: Tensor, vocab: int, first: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns per row the largest logit, the sum of `exp(logit − largest)` and the label's logit (or 0)."""
     results = torch.zeros(3, len(labels), dtype=torch.float32, device=logits.device)
     largest, sums, of_label = results
-    if words == 0:
+    if vocab == 0:
         return largest.fill_(_NO_LOGIT), sums, of_label
-    local, elsewhere = _local_labels(labels, words, first)
+    local, elsewhere = _local_labels(labels, vocab, first)
     for rows in _blocks(logits):
-        block = logits[rows, :words]
+        block = logits[rows, :vocab]
         largest[rows] = block.amax(-1)
         # The largest log-softmax belongs to the largest logit and is minus the log of the sum.
         sums[rows] = block.log_softmax(-1, dtype=torch.float32).amax(-1).neg_().exp_()
@@ -33,23 +33,23 @@ def row_sums(logits: Tensor, labels: Tensor, words: int, first: int) -> tuple[Te
 
 
 def write_gradient(
-    output: Tensor, logits: Tensor, labels: Tensor, log_sums: Tensor, weights: Tensor, words: int, first: int
+    output: Tensor, logits: Tensor, labels: Tensor, log_sums: Tensor, weights: Tensor, vocab: int, first: int
 ) -> None:
     """Writes `(softmax − 1 at the label) · weight` for every row; `output` may be `logits` itself."""
-    if words:
-        local, elsewhere = _local_labels(labels, words, first)
+    if vocab:
+        local, elsewhere = _local_labels(labels, vocab, first)
         at_label = elsewhere.float() - 1.0
         for rows in _blocks(logits):
-            block = (logits[rows, :words] - log_sums[rows, None]).float().exp_()
+            block = (logits[rows, :vocab] - log_sums[rows, None]).float().exp_()
             block.scatter_add_(-1, local[rows, None], at_label[rows, None])
-            torch.mul(block, weights[rows, None], out=output[rows, :words])
-    output[:, words:] = 0
+            torch.mul(block, weights[rows, None], out=output[rows, :vocab])
+    output[:, vocab:] = 0
 
 
-def _local_labels(labels: Tensor, words: int, first: int) -> tuple[Tensor, Tensor]:
+def _local_labels(labels: Tensor, vocab: int, first: int) -> tuple[Tensor, Tensor]:
     """Returns the local index of each label, and whether it belongs to another rank."""
     local = labels - first
-    elsewhere = (local < 0) | (local >= words)
+    elsewhere = (local < 0) | (local >= vocab)
     return local.masked_fill(elsewhere, 0), elsewhere
 
 

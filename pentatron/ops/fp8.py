@@ -110,7 +110,7 @@ def scales_of(matrices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return scale_for(torch.stack(largest).float(), dtype)
 
 
-def product(
+def scaled_matmul(
     left_rows: Tensor,
     right_columns: Tensor,
     unscale: tuple[Tensor, Tensor],

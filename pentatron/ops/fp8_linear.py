@@ -21,10 +21,10 @@ from pentatron.ops.fp8 import (
     E4M3,
     E5M2,
     Fp8Matrix,
-    product,
     quantize,
     quantize_with_scale,
     scale_of,
+    scaled_matmul,
     scales_of,
 )
 from pentatron.ops.linear import DeferredGradients, compute_or_defer
@@ -86,7 +86,7 @@ def _forward(
     else:
         w = quantize_with_scale(weight, scale[0], E4M3, columns=False, unscale=scale[1])
     assert x.rows is not None and w.rows is not None
-    return product(x.rows, w.rows, (x.unscale, w.unscale), flat.dtype, fast=True), x, w
+    return scaled_matmul(x.rows, w.rows, (x.unscale, w.unscale), flat.dtype, fast=True), x, w
 
 
 class _ScaledLinear(torch.autograd.Function):
@@ -132,10 +132,10 @@ class _ScaledLinear(torch.autograd.Function):
                 else quantize_with_scale(weight, w_scale, E4M3, rows=False, unscale=w_unscale)
             )
             assert w.columns is not None
-            flat = product(g.rows, w.columns, (g.unscale, w.columns_unscale), dtype)
+            flat = scaled_matmul(g.rows, w.columns, (g.unscale, w.columns_unscale), dtype)
             grad_input = flat.view(*gradients[0].shape[:-1], -1)
         if ctx.needs_input_grad[1]:
-            function = partial(product, unscale=(g.columns_unscale, x_unscale), dtype=weight.dtype)
+            function = partial(scaled_matmul, unscale=(g.columns_unscale, x_unscale), dtype=weight.dtype)
             grad_weight = compute_or_defer(ctx.deferred, ctx.parameter, function, g.columns, x_columns)
         grad_bias = gradient.sum(0) if ctx.needs_input_grad[2] else None
         return grad_input, grad_weight, grad_bias, None, None, None, None, None

@@ -105,7 +105,7 @@ def _onednn_product(rows: Tensor, matrix_OI: Tensor, bias: Tensor | None = None)
     return _ONEDNN(rows, matrix_OI, bias, "none", [], "")
 
 
-def rows_times(rows: Tensor, matrix_OI: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_forward(rows: Tensor, matrix_OI: Tensor, bias: Tensor | None = None) -> Tensor:
     """Returns `x Wᵀ + b`."""
     if _by_onednn(rows, matrix_OI):
         return _onednn_product(rows, matrix_OI, bias)
@@ -115,14 +115,14 @@ def rows_times(rows: Tensor, matrix_OI: Tensor, bias: Tensor | None = None) -> T
     return F.linear(rows.float(), matrix_OI.float(), exact_bias).to(rows.dtype)
 
 
-def product(left: Tensor, right: Tensor) -> Tensor:
+def matmul(left: Tensor, right: Tensor) -> Tensor:
     """Returns `left @ right`."""
     if right.dim() == 2 and _by_onednn(left, right):
         return _onednn_product(left, right.t())
     return (left.float() @ right.float()).to(left.dtype) if through_fp32(left) else left @ right
 
 
-def outer_products(left: Tensor, right: Tensor) -> Tensor:
+def weight_gradient(left: Tensor, right: Tensor) -> Tensor:
     """Returns `leftᵀ @ right`, the sum of the outer products of the rows: [O, I]."""
     left_NO, right_NI = left.flatten(0, -2), right.flatten(0, -2)
     if not through_fp32(left_NO):
@@ -142,30 +142,30 @@ class DeviceGroups:
 
     ends: Tensor
 
-    def times(self, rows_NI: Tensor, matrices_GIO: Tensor) -> Tensor:
+    def matmul(self, rows_NI: Tensor, matrices_GIO: Tensor) -> Tensor:
         """Multiplies each row by the matrix of its group: [N, O]."""
         return F.grouped_mm(rows_NI, matrices_GIO, offs=self.ends)
 
-    def outer(self, left_NO: Tensor, right_NI: Tensor) -> Tensor:
+    def weight_gradient(self, left_NO: Tensor, right_NI: Tensor) -> Tensor:
         """Returns for each group the sum of the outer products of its rows: [G, O, I]."""
         return F.grouped_mm(left_NO.t(), right_NI, offs=self.ends)
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups with known numbers of rows. `together`: one kernel for all groups, if the device has one.
+    """Groups with known numbers of rows. `use_grouped_mm`: one kernel for all groups, if the device has one.
 
     That kernel reads the ends of the groups on the device; `on_device`, the counts in its memory, saves a
     copy.
     """
 
     counts: tuple[int, ...]
-    together: bool = False
+    use_grouped_mm: bool = False
     on_device: Tensor | None = field(default=None, compare=False)
 
-    def times(self, rows_NI: Tensor, matrices_GIO: Tensor) -> Tensor:
+    def matmul(self, rows_NI: Tensor, matrices_GIO: Tensor) -> Tensor:
         if self._in_one_kernel(rows_NI, matrices_GIO.shape[2]):
-            return self._groups_on_device(rows_NI.device).times(rows_NI, matrices_GIO)
+            return self._groups_on_device(rows_NI.device).matmul(rows_NI, matrices_GIO)
         output = rows_NI.new_empty(len(rows_NI), matrices_GIO.shape[2])
         for rows, matrix, part in zip(self._split(rows_NI), matrices_GIO, self._split(output)):
             if through_fp32(rows):
@@ -174,9 +174,9 @@ class Groups:
                 torch.mm(rows, matrix, out=part)
         return output
 
-    def outer(self, left_NO: Tensor, right_NI: Tensor) -> Tensor:
+    def weight_gradient(self, left_NO: Tensor, right_NI: Tensor) -> Tensor:
         if self._in_one_kernel(left_NO, right_NI.shape[1]):
-            return self._groups_on_device(left_NO.device).outer(left_NO, right_NI)
+            return self._groups_on_device(left_NO.device).weight_gradient(left_NO, right_NI)
         output = left_NO.new_empty(len(self.counts), left_NO.shape[1], right_NI.shape[1])
         for left, right, part in zip(self._split(left_NO), self._split(right_NI), output):
             if through_fp32(left):
@@ -186,7 +186,7 @@ class Groups:
         return output
 
     def _in_one_kernel(self, rows: Tensor, other_width: int) -> bool:
-        return self.together and grouped_mm_supports(rows, rows.shape[1], other_width)
+        return self.use_grouped_mm and grouped_mm_supports(rows, rows.shape[1], other_width)
 
     def _groups_on_device(self, device: torch.device) -> DeviceGroups:
         if self.on_device is not None:
@@ -276,7 +276,7 @@ def linear(
 ) -> Tensor:
     """Returns `x Wᵀ + b`; with `deferred` the weight gradient may be deferred."""
     if deferred is not None or through_fp32(x) or _by_onednn(x, weight):
-        # `rows_times` and `product` may differ from torch's products, so backward must use them too.
+        # `linear_forward` and `matmul` may differ from torch's products, so backward must use them too.
         return _Linear.apply(x, weight, bias, deferred)
     # A few rows, if gradients are disabled.
     is_bound_by_memory = (
@@ -296,17 +296,17 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         # With recomputation, the saved weight is unpacked as another tensor, so keep the parameter itself.
         ctx.parameter, ctx.deferred = weight, deferred
-        return rows_times(x, weight, bias)
+        return linear_forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         gradient = gradients[0]
-        grad_input = product(gradient, weight) if ctx.needs_input_grad[0] else None
+        grad_input = matmul(gradient, weight) if ctx.needs_input_grad[0] else None
         grad_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = compute_or_defer(ctx.deferred, ctx.parameter, outer_products, gradient, x)
+            grad_weight = compute_or_defer(ctx.deferred, ctx.parameter, weight_gradient, gradient, x)
         return grad_input, grad_weight, grad_bias, None
 
 
@@ -324,16 +324,18 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.parameter, ctx.groups, ctx.deferred = weight, groups, deferred
-        return groups.times(rows, weight.transpose(1, 2))
+        return groups.matmul(rows, weight.transpose(1, 2))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows, weight = ctx.saved_tensors
         gradient = gradients[0].contiguous()
-        grad_input = ctx.groups.times(gradient, weight) if ctx.needs_input_grad[0] else None
+        grad_input = ctx.groups.matmul(gradient, weight) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = compute_or_defer(ctx.deferred, ctx.parameter, ctx.groups.outer, gradient, rows)
+            grad_weight = compute_or_defer(
+                ctx.deferred, ctx.parameter, ctx.groups.weight_gradient, gradient, rows
+            )
         return grad_input, grad_weight, None, None
 
 

@@ -40,8 +40,8 @@ def _activation_forward(inner, weights, out, WIDTH: tl.constexpr, GATED: tl.cons
         columns = first + tl.arange(0, BLOCK)
         inside = columns < WIDTH
         activated, up, _ = _parts(inner, row, columns, inside, WIDTH, GATED)
-        made = activated * up * weight
-        tl.store(out + row * WIDTH + columns, made.to(out.dtype.element_ty), mask=inside)
+        weighted = activated * up * weight
+        tl.store(out + row * WIDTH + columns, weighted.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -49,9 +49,9 @@ def _activation_backward(
     gradient,
     inner,
     weights,
-    of_inner,
-    of_weights,
-    made,
+    grad_inner,
+    grad_weights,
+    output,
     WIDTH: tl.constexpr,
     GATED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -67,14 +67,16 @@ def _activation_backward(
         plain = activated * up
         total += given * plain
         given = given * weight
-        kind = of_inner.dtype.element_ty
+        kind = grad_inner.dtype.element_ty
         if GATED:
-            tl.store(of_inner + row * 2 * WIDTH + columns, (given * up * slope).to(kind), mask=inside)
-            tl.store(of_inner + row * 2 * WIDTH + WIDTH + columns, (given * activated).to(kind), mask=inside)
+            tl.store(grad_inner + row * 2 * WIDTH + columns, (given * up * slope).to(kind), mask=inside)
+            tl.store(
+                grad_inner + row * 2 * WIDTH + WIDTH + columns, (given * activated).to(kind), mask=inside
+            )
         else:
-            tl.store(of_inner + row * WIDTH + columns, (given * slope).to(kind), mask=inside)
-        tl.store(made + row * WIDTH + columns, (plain * weight).to(kind), mask=inside)
-    tl.store(of_weights + row, tl.sum(total, 0).to(of_weights.dtype.element_ty))
+            tl.store(grad_inner + row * WIDTH + columns, (given * slope).to(kind), mask=inside)
+        tl.store(output + row * WIDTH + columns, (plain * weight).to(kind), mask=inside)
+    tl.store(grad_weights + row, tl.sum(total, 0).to(grad_weights.dtype.element_ty))
 
 
 def weighted_activation(inner_NI: Tensor, weights_N: Tensor, gated: bool) -> Tensor:
@@ -94,8 +96,8 @@ def weighted_activation_backward(
     output = inner_NI.new_empty(rows, width)
     if output.numel():
         given = [t.contiguous() for t in (gradient_NI, inner_NI, weights_N)]
-        made = (grad_inner, grad_weights, output)
-        _activation_backward[(rows,)](*given, *made, WIDTH=width, GATED=gated, BLOCK=_block(width))
+        outputs = (grad_inner, grad_weights, output)
+        _activation_backward[(rows,)](*given, *outputs, WIDTH=width, GATED=gated, BLOCK=_block(width))
     return grad_inner, grad_weights, output
 
 
@@ -110,12 +112,12 @@ _GATE_BLOCK = 1024
 
 
 @triton.jit
-def _gate_backward(gradient, inner, of_inner, largest, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_backward(gradient, inner, grad_inner, largest, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     # Row × column offsets of a long batch overflow 32 bits.
     row = tl.program_id(0).to(tl.int64)
     # Maxima of bit patterns: non-negative floats keep their order, and NaN is the largest.
     found = tl.zeros((BLOCK,), tl.int32)
-    kind = of_inner.dtype.element_ty
+    kind = grad_inner.dtype.element_ty
     for first in range(0, WIDTH, BLOCK):
         columns = first + tl.arange(0, BLOCK)
         inside = columns < WIDTH
@@ -126,8 +128,8 @@ def _gate_backward(gradient, inner, of_inner, largest, WIDTH: tl.constexpr, BLOC
         sigmoid = tl.sigmoid(gate)
         of_gate = (given * up * sigmoid * (1 + gate * (1 - sigmoid))).to(kind)
         of_up = (given * gate * sigmoid).to(kind)
-        tl.store(of_inner + place, of_gate, mask=inside)
-        tl.store(of_inner + place + WIDTH, of_up, mask=inside)
+        tl.store(grad_inner + place, of_gate, mask=inside)
+        tl.store(grad_inner + place + WIDTH, of_up, mask=inside)
         found = tl.maximum(found, of_gate.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
         found = tl.maximum(found, of_up.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF)
     tl.store(largest + row, tl.max(found, 0).to(tl.float32, bitcast=True))
@@ -151,7 +153,7 @@ _MOST_ROWS = 65535
 
 
 @triton.jit
-def _swiglu_backward(gradient, inner, of_inner, made, width, BLOCK: tl.constexpr):
+def _swiglu_backward(gradient, inner, grad_inner, output, width, BLOCK: tl.constexpr):
     # Row × column offsets of a long batch overflow 32 bits.
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -162,15 +164,15 @@ def _swiglu_backward(gradient, inner, of_inner, made, width, BLOCK: tl.constexpr
     given = tl.load(gradient + row * width + columns, mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     activated = gate * sigmoid
-    kind = of_inner.dtype.element_ty
+    kind = grad_inner.dtype.element_ty
     of_gate = given * up * sigmoid * (1 + gate * (1 - sigmoid))
-    tl.store(of_inner + first, of_gate.to(kind), mask=inside)
-    tl.store(of_inner + first + width, (given * activated).to(kind), mask=inside)
-    tl.store(made + row * width + columns, (activated * up).to(kind), mask=inside)
+    tl.store(grad_inner + first, of_gate.to(kind), mask=inside)
+    tl.store(grad_inner + first + width, (given * activated).to(kind), mask=inside)
+    tl.store(output + row * width + columns, (activated * up).to(kind), mask=inside)
 
 
 @triton.jit
-def _swiglu_forward(inner, made, width, BLOCK: tl.constexpr):
+def _swiglu_forward(inner, output, width, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -179,7 +181,7 @@ def _swiglu_forward(inner, made, width, BLOCK: tl.constexpr):
     up = tl.load(inner + first + width, mask=inside, other=0.0).to(tl.float32)
     # Must match the recomputation in backward bit by bit.
     activated = gate * tl.sigmoid(gate)
-    tl.store(made + row * width + columns, (activated * up).to(made.dtype.element_ty), mask=inside)
+    tl.store(output + row * width + columns, (activated * up).to(output.dtype.element_ty), mask=inside)
 
 
 def swiglu(inner: Tensor) -> Tensor:

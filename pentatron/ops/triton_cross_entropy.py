@@ -11,12 +11,12 @@ _WRITE, _WRITE_WARPS = 2048, 4
 
 
 def row_sums(
-    logits: Tensor, labels: Tensor, words: int, first: int, block: int = _READ, warps: int = _READ_WARPS
+    logits: Tensor, labels: Tensor, vocab: int, first: int, block: int = _READ, warps: int = _READ_WARPS
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `cross_entropy.row_sums`."""
     rows = logits.shape[0]
     results = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
-    sizes = (rows, first, logits.stride(0), words, block)
+    sizes = (rows, first, logits.stride(0), vocab, block)
     _cross_entropy_sums[(rows,)](logits, labels, results, *sizes, num_warps=warps)
     return results[0], results[1], results[2]
 
@@ -27,7 +27,7 @@ def write_gradient(
     labels: Tensor,
     log_sums: Tensor,
     weights: Tensor,
-    words: int,
+    vocab: int,
     first: int,
     block: int = _WRITE,
     warps: int = _WRITE_WARPS,
@@ -35,27 +35,27 @@ def write_gradient(
     """As `cross_entropy.write_gradient`."""
     rows, width = logits.shape
     tensors = (gradient, logits, labels, log_sums, weights)
-    sizes = (words, width, first, gradient.stride(0), logits.stride(0))
+    sizes = (vocab, width, first, gradient.stride(0), logits.stride(0))
     _cross_entropy_gradient[(rows, triton.cdiv(width, block))](*tensors, *sizes, block, num_warps=warps)
 
 
 @triton.jit
-def _cross_entropy_sums(logits, labels, found, rows, first, stride, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+def _cross_entropy_sums(logits, labels, found, rows, first, stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
     # Offsets of a large vocabulary times a long batch overflow 32 bits.
     row = tl.program_id(0).to(tl.int64)
     begin = logits + row * stride
-    places = tl.arange(0, BLOCK)
+    columns = tl.arange(0, BLOCK)
     # Finite, so that logits of -inf result in 0 rather than inf - inf = NaN.
     largest = -3.0e38
     sums = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, WORDS, BLOCK):
-        logit = tl.load(begin + start + places, mask=start + places < WORDS, other=-float("inf"))
+    for start in range(0, VOCAB, BLOCK):
+        logit = tl.load(begin + start + columns, mask=start + columns < VOCAB, other=-float("inf"))
         logit = logit.to(tl.float32)
         larger = tl.maximum(largest, tl.max(logit, 0))
         sums = sums * tl.exp(largest - larger) + tl.exp(logit - larger)
         largest = larger
     local = tl.load(labels + row) - first
-    of_label = tl.load(begin + local, mask=(local >= 0) & (local < WORDS), other=0.0)
+    of_label = tl.load(begin + local, mask=(local >= 0) & (local < VOCAB), other=0.0)
     tl.store(found + row, largest)
     tl.store(found + rows + row, tl.sum(sums, 0))
     tl.store(found + 2 * rows + row, of_label.to(tl.float32))
@@ -63,15 +63,15 @@ def _cross_entropy_sums(logits, labels, found, rows, first, stride, WORDS: tl.co
 
 @triton.jit
 def _cross_entropy_gradient(
-    gradient, logits, labels, log_sums, weights, words, width, first, out_stride, stride, BLOCK: tl.constexpr
+    gradient, logits, labels, log_sums, weights, vocab, width, first, out_stride, stride, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
-    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     weight = tl.load(weights + row)
     # The logits of a masked token are not read.
-    counts = places < tl.where(weight != 0.0, words, 0)
-    logit = tl.load(logits + row * stride + places, mask=counts, other=-float("inf")).to(tl.float32)
+    counts = columns < tl.where(weight != 0.0, vocab, 0)
+    logit = tl.load(logits + row * stride + columns, mask=counts, other=-float("inf")).to(tl.float32)
     local = tl.load(labels + row) - first
-    share = tl.exp(logit - tl.load(log_sums + row)) - tl.where(places == local, 1.0, 0.0)
+    share = tl.exp(logit - tl.load(log_sums + row)) - tl.where(columns == local, 1.0, 0.0)
     made = tl.where(counts, share * weight, 0.0)
-    tl.store(gradient + row * out_stride + places, made.to(gradient.dtype.element_ty), mask=places < width)
+    tl.store(gradient + row * out_stride + columns, made.to(gradient.dtype.element_ty), mask=columns < width)

@@ -124,7 +124,7 @@ class FusedAdamWKernel:
         self._known: tuple[object, ...] = ()
         self._launches: list[_Launch] = []
 
-    def __call__(self, gradients: Sequence[Tensor | None], control: Tensor, numbers: AdamWParameters) -> None:
+    def __call__(self, gradients: Sequence[Tensor | None], control: Tensor, adam: AdamWParameters) -> None:
         """`control` is on the device in fp32: the factor of the gradients, and 0 if the update is to be
         skipped.
 
@@ -134,7 +134,7 @@ class FusedAdamWKernel:
         if kinds != self._known:
             self._known, self._launches = kinds, self._plan(gradients)
         for launch in self._launches:
-            self._launch(launch, gradients, control, numbers)
+            self._launch(launch, gradients, control, adam)
 
     def _plan(self, gradients: Sequence[Tensor | None]) -> list[_Launch]:
         groups: dict[_Dtypes, list[int]] = {}
@@ -161,17 +161,17 @@ class FusedAdamWKernel:
         return _Launch(targets, *dtypes, fixed, programs, Addresses(device))
 
     def _launch(
-        self, launch: _Launch, gradients: Sequence[Tensor | None], control: Tensor, numbers: AdamWParameters
+        self, launch: _Launch, gradients: Sequence[Tensor | None], control: Tensor, adam: AdamWParameters
     ) -> None:
         launch_gradients = [gradients[number] for number in launch.targets]
         assert all(g is None or g.is_contiguous() for g in launch_gradients), "gradients must be contiguous"
-        rate, beta1, beta2 = numbers.learning_rate, numbers.beta1, numbers.beta2
-        correction1, correction2 = 1 - beta1**numbers.update, 1 - beta2**numbers.update
-        factors = (rate / correction1, rate * numbers.decay, beta1, 1 - beta1, beta2, 1 - beta2)
+        rate, beta1, beta2 = adam.learning_rate, adam.beta1, adam.beta2
+        correction1, correction2 = 1 - beta1**adam.update, 1 - beta2**adam.update
+        factors = (rate / correction1, rate * adam.decay, beta1, 1 - beta1, beta2, 1 - beta2)
         tables = (*launch.programs, launch.fixed, launch.addresses(launch_gradients), control)
         constants = (TYPES[launch.gradient], TYPES[launch.rounded], self.block)
         _update[(len(launch.programs.row_of),)](
-            *tables, *factors, correction2**-0.5, numbers.epsilon, *constants, num_warps=self.warps
+            *tables, *factors, correction2**-0.5, adam.epsilon, *constants, num_warps=self.warps
         )
 
 

@@ -29,7 +29,7 @@ class LossScaler:
             self.scale = saved["scale"]
             self._counts = {name: int(saved[name]) for name in self._counts}
 
-    def settle(self, updated: bool) -> None:
+    def update(self, updated: bool) -> None:
         """Must be called after every step; `updated` is False if an overflow has skipped the update."""
         if not self.is_dynamic:
             return

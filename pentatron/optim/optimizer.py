@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pentatron.layout.actions import Kind
 from pentatron.layout.ranks import Axis
-from pentatron.optim.update_rules import Gradients, Part, UpdateRule, build_norm, build_update
+from pentatron.optim.update_rules import Gradients, UpdatePart, UpdateRule, build_norm, build_update
 from pentatron.parallel.buckets import Bucket, Plan, Span, WeightGather, plan_buckets, storage_bytes
 from pentatron.parallel.gradients import (
     GradientSlice,
@@ -31,11 +31,11 @@ from pentatron.settings.decision_types import OptimizerOptions
 from pentatron.settings.training import OptimConfig
 
 # The stages of this rank by number.
-Chunks = Mapping[int, nn.Module]
+Modules = Mapping[int, nn.Module]
 # Fragments with the axes over which they are replicated.
-Pieces = Iterator[tuple[Iterable[Axis], Fragment]]
+FragmentsWithAxes = Iterator[tuple[Iterable[Axis], Fragment]]
 # The stages of this rank that use some parameters.
-Stages = tuple[int, ...]
+StageNumbers = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class _Range:
 
     bucket: Bucket
     span: Span
-    part: Part
-    place: GradientView
+    part: UpdatePart
+    view: GradientView
 
 
 class OptimizerBase(ABC):
@@ -60,10 +60,10 @@ class OptimizerBase(ABC):
         # Views of the gradients that this rank contributes to the gradient norm.
         self._normed: list[GradientView] = []
 
-    def _build_update(self, parts: Sequence[Part], one_pass: bool) -> None:
+    def _build_update(self, parts: Sequence[UpdatePart], fused: bool) -> None:
         self._parts = parts
-        self.update: UpdateRule = build_update(parts, self.config, one_pass)
-        self._norm = build_norm(self.world.device, self.update.in_one_pass)
+        self.update: UpdateRule = build_update(parts, self.config, fused)
+        self._norm = build_norm(self.world.device, self.update.is_fused)
 
     @abstractmethod
     def zero_gradients(self) -> None:
@@ -74,7 +74,7 @@ class OptimizerBase(ABC):
         """Returns the gradients of the parts of the update."""
 
     @abstractmethod
-    def _publish(self, rounded: bool = False) -> None:
+    def _update_model_weights(self, rounded: bool = False) -> None:
         """Makes the updated master weights available to the model.
 
         `rounded`: an update in one pass has already rounded them into the model's weights.
@@ -89,7 +89,7 @@ class OptimizerBase(ABC):
 
     def squared_norm(self) -> Tensor:
         """Returns this rank's part of the squared gradient norm; over all ranks every element counts once."""
-        return self._norm([view for place in self._normed if (view := place.now) is not None])
+        return self._norm([tensor for view in self._normed if (tensor := view.tensor) is not None])
 
     def step(
         self, learning_rate: float, norm: float, scale: float = 1.0, weight_decay: float | None = None
@@ -102,8 +102,8 @@ class OptimizerBase(ABC):
         self.wait_for_weights()
         decay = self.config.weight_decay if weight_decay is None else weight_decay
         self.update.step(self._gradients(), learning_rate, norm, scale, decay)
-        self._publish(rounded=True)
-        self._updated()
+        self._update_model_weights(rounded=True)
+        self._after_update()
 
     def start_step(
         self, learning_rate: float, loss_and_norm: Tensor, scale: float, weight_decay: float | None
@@ -117,16 +117,16 @@ class OptimizerBase(ABC):
         self.wait_for_weights()
         decay = self.config.weight_decay if weight_decay is None else weight_decay
         self.update.start(self._gradients(), learning_rate, loss_and_norm, scale, decay)
-        self._publish(rounded=True)
+        self._update_model_weights(rounded=True)
 
     def finish_step(self, updated: bool) -> None:
         """Reports whether the update that was started was made or skipped."""
-        self.update.settle(updated)
+        self.update.finish(updated)
         if updated:
-            self._updated()
+            self._after_update()
 
     @abstractmethod
-    def _updated(self) -> None:
+    def _after_update(self) -> None:
         """Called after an update was made."""
 
     def fragments(self, owned_only: bool) -> Iterator[Fragment]:
@@ -147,18 +147,18 @@ class OptimizerBase(ABC):
             yield from self._named("gradients", number, values, owned_only)
 
     def _named(self, kind: str, number: int, values: Tensor, owned_only: bool) -> Iterator[Fragment]:
-        for axes, fragment in self._pieces(number, values, owned_only):
+        for axes, fragment in self._fragments_of(number, values, owned_only):
             if not owned_only or self.world.is_first_of(axes):
                 yield dataclasses.replace(fragment, tensor=f"{kind}/{fragment.tensor}")
 
     @abstractmethod
-    def _pieces(self, number: int, values: Tensor, owned_only: bool) -> Pieces:
+    def _fragments_of(self, number: int, values: Tensor, owned_only: bool) -> FragmentsWithAxes:
         """Yields the fragments of a part as views of `values`."""
 
-    def loaded(self, updates: int) -> None:
+    def after_load(self, updates: int) -> None:
         """Must be called after `fragments` were overwritten by a checkpoint that had seen `updates` steps."""
         self.update.set_updates(updates)
-        self._publish()
+        self._update_model_weights()
         self.wait_for_weights()
 
 
@@ -166,16 +166,21 @@ class Optimizer(OptimizerBase):
     """Optimizer on flat buckets: ZeRO 0, 1 and 2."""
 
     def __init__(
-        self, chunks: Chunks, world: World, config: OptimConfig, options: OptimizerOptions, dtype: torch.dtype
+        self,
+        modules: Modules,
+        world: World,
+        config: OptimConfig,
+        options: OptimizerOptions,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__(world, config)
         self._sharded = options.zero_stage > 0
-        self._chunks = chunks
+        self._modules = modules
         stage_buckets = {
             stages: [Bucket(plan, dtype, self._sharded, options.in_host_memory) for plan in plans]
-            for stages, plans in plan_stage_buckets(chunks, world, options.bucket_size).items()
+            for stages, plans in plan_stage_buckets(modules, world, options.bucket_size).items()
         }
-        replicated = any(b.copies.size > 1 for buckets in stage_buckets.values() for b in buckets)
+        replicated = any(b.replica_group.size > 1 for buckets in stage_buckets.values() for b in buckets)
         assert options.zero_stage < 3 or not replicated, "ZeRO 3 needs ShardedOptimizer"
         self._reductions = build_reductions(
             stage_buckets, world.device, options.zero_stage, options.overlap_reduce
@@ -184,31 +189,31 @@ class Optimizer(OptimizerBase):
         # embeddings, which come first.
         in_order = sorted(self._reductions, key=lambda stages: (stages[0], -len(stages)))
         forward = [bucket for stages in in_order for bucket in reversed(self._reductions[stages].buckets)]
-        self._gathering = WeightGather(forward, chunks.values(), options.overlap_gather)
+        self._gathering = WeightGather(forward, modules.values(), options.overlap_gather)
         self._buckets = [bucket for reduction in self._reductions.values() for bucket in reduction.buckets]
-        self._held = [held for reduction in self._reductions.values() for held in reduction.held]
-        self._partial_sums = PartialGradientReduction(world, [held.flat() for held in self._held])
-        self._padding = [place for held in self._held for place in held.padding()]
+        self._slices = [s for reduction in self._reductions.values() for s in reduction.slices]
+        self._partial_sums = PartialGradientReduction(world, [s.flat() for s in self._slices])
+        self._padding = [view for s in self._slices for view in s.padding()]
         self._normed = self._norm_views()
-        self._ranges = [entry for held in self._held for entry in _ranges_of(held)]
-        self._build_update([entry.part for entry in self._ranges], options.one_pass)
+        self._ranges = [entry for s in self._slices for entry in _ranges_of(s)]
+        self._build_update([entry.part for entry in self._ranges], options.fused)
         self._gradient_bytes = 0
 
     def _used_by(self, stage: int) -> list[Reduction]:
         return [reduction for stages, reduction in self._reductions.items() if stage in stages]
 
     def _norm_views(self) -> list[GradientView]:
-        """Returns the gradients this rank adds to the norm: the pieces whose first replica it holds."""
+        """Returns the gradients this rank adds to the norm: the shards whose first replica it holds."""
         views: list[GradientView] = []
-        for held in self._held:
-            own = held.flat(held.bucket.own)
-            views += own.runs(f for piece, f in own.pieces if self.world.is_first_of(piece.replicated_over))
+        for gradients in self._slices:
+            own = gradients.flat(gradients.bucket.own)
+            views += own.runs(f for s, f in own.fragments if self.world.is_first_of(s.replicated_over))
         return views
 
     @property
-    def holders(self) -> list[GradientStorage]:
+    def gradient_storages(self) -> list[GradientStorage]:
         """The storage of the gradients, in an order that is the same in every step."""
-        return [held.holder for held in self._held]
+        return [s.storage for s in self._slices]
 
     def zero_gradients(self) -> None:
         """Releases the gradients of the previous step."""
@@ -233,23 +238,23 @@ class Optimizer(OptimizerBase):
         """Waits for the sums over replicas, and sums partial gradients over other axes."""
         for reduction in self._reductions.values():
             reduction.finish()
-        padding = [view for place in self._padding if (view := place.now) is not None]
+        padding = [tensor for view in self._padding if (tensor := view.tensor) is not None]
         if padding:
             torch._foreach_zero_(padding)
         self._partial_sums.all_reduce()
         self._gradient_bytes = storage_bytes(t for r in self._reductions.values() for t in r.memory())
 
-    def _updated(self) -> None:
+    def _after_update(self) -> None:
         """Releases the gradients. Those of a skipped step are kept, to diagnose it."""
         self.zero_gradients()
 
     def _gradients(self) -> Gradients:
-        return [entry.place.now for entry in self._ranges]
+        return [entry.view.tensor for entry in self._ranges]
 
-    def _publish(self, rounded: bool = False) -> None:
+    def _update_model_weights(self, rounded: bool = False) -> None:
         # Copies master weights to the weights in the model's dtype.
         separate = [bucket for bucket in self._buckets if bucket.master_is_separate]
-        if separate and not (rounded and self.update.in_one_pass):
+        if separate and not (rounded and self.update.is_fused):
             torch._foreach_copy_([b.kept.of(b.weights) for b in separate], [b.master for b in separate])
         if self._sharded:
             self._gathering.start()
@@ -257,17 +262,17 @@ class Optimizer(OptimizerBase):
     def wait_for_weights(self) -> None:
         self._gathering.wait()
 
-    def _pieces(self, number: int, values: Tensor, owned_only: bool) -> Pieces:
+    def _fragments_of(self, number: int, values: Tensor, owned_only: bool) -> FragmentsWithAxes:
         entry = self._ranges[number]
         within = entry.span.within(entry.bucket.own) if owned_only else entry.span
-        for piece, fragment in entry.bucket.plan.pieces(within, values, entry.span.first):
-            yield piece.replicated_over, fragment
+        for shard, fragment in entry.bucket.plan.fragments(within, values, entry.span.first):
+            yield shard.replicated_over, fragment
 
     def model_weights(self) -> Iterator[Fragment]:
         """Yields the full weights this rank computes with; collective, so every rank must exhaust it."""
         self.wait_for_weights()
-        for held in (held for chunk in self._chunks.values() for held in sharded_parameters(chunk)):
-            yield from (fragment for _, fragment in fragments_of(held, held.parameter.detach().view(-1)))
+        for param in (p for module in self._modules.values() for p in sharded_parameters(module)):
+            yield from (fragment for _, fragment in fragments_of(param, param.parameter.detach().view(-1)))
 
     def bytes(self) -> dict[str, int]:
         """Returns the memory this rank holds. FP32 weights are their own master weights.
@@ -275,43 +280,43 @@ class Optimizer(OptimizerBase):
         Gradients are those of the last step at its end; between steps there are none.
         """
         return {
-            "parameters": storage_bytes(p for chunk in self._chunks.values() for p in chunk.parameters()),
+            "parameters": storage_bytes(p for module in self._modules.values() for p in module.parameters()),
             "gradients": self._gradient_bytes,
             "master": storage_bytes(b.master for b in self._buckets if b.master_is_separate),
             "moments": storage_bytes(self.update.moments()),
         }
 
 
-def plan_stage_buckets(chunks: Chunks, world: World, bucket_size: int) -> dict[Stages, list[Plan]]:
+def plan_stage_buckets(modules: Modules, world: World, bucket_size: int) -> dict[StageNumbers, list[Plan]]:
     """Plans buckets of at most `bucket_size` elements, by the stages that use them.
 
     Parameters belong to one stage, or to both ends of a folded pipeline if the ends share them.
     """
-    users: dict[int, Stages] = {}
-    for stage in sorted(chunks):
-        for held in sharded_parameters(chunks[stage]):
-            users[id(held.parameter)] = (*users.get(id(held.parameter), ()), stage)
-    parameters: dict[Stages, list[ShardedParameter]] = {(stage,): [] for stage in chunks}
-    for held in sharded_parameters(*(chunks[stage] for stage in sorted(chunks))):
-        parameters.setdefault(users[id(held.parameter)], []).append(held)
-    return {stages: plan_buckets(held, bucket_size, world.group) for stages, held in parameters.items()}
+    users: dict[int, StageNumbers] = {}
+    for stage in sorted(modules):
+        for param in sharded_parameters(modules[stage]):
+            users[id(param.parameter)] = (*users.get(id(param.parameter), ()), stage)
+    parameters: dict[StageNumbers, list[ShardedParameter]] = {(stage,): [] for stage in modules}
+    for param in sharded_parameters(*(modules[stage] for stage in sorted(modules))):
+        parameters.setdefault(users[id(param.parameter)], []).append(param)
+    return {stages: plan_buckets(params, bucket_size, world.group) for stages, params in parameters.items()}
 
 
-def _ranges_of(held: GradientSlice) -> Iterator[_Range]:
+def _ranges_of(gradients: GradientSlice) -> Iterator[_Range]:
     """Splits gradients by weight decay.
 
     All ranges of a bucket cover what this rank keeps of it, padding included.
     """
-    bucket = held.bucket
+    bucket = gradients.bucket
     firsts = [slot.span.first for slot in bucket.plan.slots]
     middle = bucket.plan.decayed
     for decays, parameters in ((True, Span(0, middle)), (False, Span(middle, bucket.size))):
         decay_span = parameters.within(bucket.kept)
-        end = min((f for f in firsts if f >= held.span.last), default=decay_span.last)
-        span = Span(held.span.first, end).within(decay_span)
+        end = min((f for f in firsts if f >= gradients.span.last), default=decay_span.last)
+        span = Span(gradients.span.first, end).within(decay_span)
         if len(span):
             local = span.relative_to(bucket.kept)
             weights = span.of(bucket.weights) if bucket.master.device == bucket.weights.device else None
-            part = Part(local.of(bucket.master), decays, weights if bucket.master_is_separate else None)
-            received = span.within(held.span).relative_to(held.span)
-            yield _Range(bucket, span, part, GradientView.of(held.holder, received))
+            part = UpdatePart(local.of(bucket.master), decays, weights if bucket.master_is_separate else None)
+            received = span.within(gradients.span).relative_to(gradients.span)
+            yield _Range(bucket, span, part, GradientView.of(gradients.storage, received))

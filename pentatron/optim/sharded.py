@@ -12,8 +12,8 @@ from torch import Tensor
 
 from pentatron.layout.actions import Kind
 from pentatron.layout.ranks import Axis
-from pentatron.optim.optimizer import Chunks, OptimizerBase, Pieces
-from pentatron.optim.update_rules import Gradients, Part
+from pentatron.optim.optimizer import FragmentsWithAxes, Modules, OptimizerBase
+from pentatron.optim.update_rules import Gradients, UpdatePart
 from pentatron.parallel.buckets import storage_bytes
 from pentatron.parallel.collectives import Pending, start_all_reduce_
 from pentatron.parallel.gradients import FlatGradients, GradientStorage, PartialGradientReduction
@@ -28,10 +28,15 @@ class ShardedOptimizer(OptimizerBase):
     """Optimizer on parameters sharded by `fully_shard`: ZeRO 3."""
 
     def __init__(
-        self, chunks: Chunks, world: World, config: OptimConfig, options: OptimizerOptions, dtype: torch.dtype
+        self,
+        modules: Modules,
+        world: World,
+        config: OptimConfig,
+        options: OptimizerOptions,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__(world, config)
-        self._stages = {number: ShardedStage(chunk, world, dtype) for number, chunk in chunks.items()}
+        self._stages = {number: ShardedStage(module, world, dtype) for number, module in modules.items()}
         self._flats = [flat for stage in self._stages.values() for flat in stage.flat.values()]
         self._shards = [shard for stage in self._stages.values() for shard in stage.shards]
         self._pending: list[Pending] = []
@@ -41,12 +46,14 @@ class ShardedOptimizer(OptimizerBase):
         self._normed = [
             run
             for shard, gradients in zip(self._shards, kept)
-            for run in gradients.runs(f for p, f in gradients.pieces if world.is_first_of(_holders(shard, p)))
+            for run in gradients.runs(
+                f for s, f in gradients.fragments if world.is_first_of(_replica_axes(shard, s))
+            )
         ]
         # A rank has no part of a parameter with fewer rows than ranks.
         self._updated_shards = [shard for shard in self._shards if shard.values.numel()]
-        parts = [Part(shard.values, shard.held.decays) for shard in self._updated_shards]
-        self._build_update(parts, options.one_pass)
+        parts = [UpdatePart(shard.values, shard.param.decays) for shard in self._updated_shards]
+        self._build_update(parts, options.fused)
 
     def zero_gradients(self) -> None:
         for flat in self._flats:
@@ -78,20 +85,20 @@ class ShardedOptimizer(OptimizerBase):
     def _gradients(self) -> Gradients:
         return [shard.gradients for shard in self._updated_shards]
 
-    def _publish(self, rounded: bool = False) -> None:
+    def _update_model_weights(self, rounded: bool = False) -> None:
         for stage in self._stages.values():
             stage.reshard()
 
-    def _updated(self) -> None:
+    def _after_update(self) -> None:
         """Does nothing: the gradients have a fixed storage."""
 
     def wait_for_weights(self) -> None:
         """Does nothing: layers gather their weights when they run."""
 
-    def _pieces(self, number: int, values: Tensor, owned_only: bool) -> Pieces:
-        shard = self._updated_shards[number]
-        for piece, fragment in shard.pieces(values):
-            yield _holders(shard, piece), fragment
+    def _fragments_of(self, number: int, values: Tensor, owned_only: bool) -> FragmentsWithAxes:
+        kept = self._updated_shards[number]
+        for shard, fragment in kept.fragments(values):
+            yield _replica_axes(kept, shard), fragment
 
     def model_weights(self) -> Iterator[Fragment]:
         """Yields the full weights this rank computes with; collective, so every rank must exhaust it."""
@@ -108,22 +115,22 @@ class ShardedOptimizer(OptimizerBase):
         }
 
 
-def _holders(shard: Zero3Shard, piece: Shard) -> Iterable[Axis]:
-    """Returns the axes of the ranks that hold this piece of this shard."""
-    return SHARD_AXES[shard.held.declared.copies][1], *piece.replicated_over
+def _replica_axes(kept: Zero3Shard, shard: Shard) -> Iterable[Axis]:
+    """Returns the axes of the ranks that hold the same part of this shard."""
+    return SHARD_AXES[kept.param.declared.replica_axis][1], *shard.replicated_over
 
 
 def _kept_gradients(shard: Zero3Shard) -> FlatGradients:
     """The gradients have a fixed storage, which is zeroed in each step."""
-    holder = GradientStorage(shard.gradients.numel(), shard.gradients.view(-1))
-    template = holder.template()
-    pieces = list(shard.pieces(template.view(shard.gradients.shape)))
-    return FlatGradients(shard.held.tensor, holder, template, pieces)
+    storage = GradientStorage(shard.gradients.numel(), shard.gradients.view(-1))
+    template = storage.template()
+    fragments = list(shard.fragments(template.view(shard.gradients.shape)))
+    return FlatGradients(shard.param.tensor, storage, template, fragments)
 
 
 def _padding_of(shard: Zero3Shard) -> list[Tensor]:
     """Returns the gradients of elements of a shard outside all logical tensors, which must stay zero."""
     covered = torch.zeros(shard.values.shape, dtype=torch.bool)
-    for _, fragment in shard.pieces(covered):
+    for _, fragment in shard.fragments(covered):
         fragment.values.fill_(True)
     return [shard.gradients.view(-1)[i:j] for i, j in true_runs(~covered.flatten())]

@@ -90,7 +90,7 @@ def clip_factor_on_device(squared: Tensor, limit: float, scale: float) -> Tensor
     return (limit / (squared.sqrt() / scale + _EPSILON)).clamp(max=1) / scale
 
 
-# The gradients of each part, without trailing padding; None counts as zeros.
+# The gradients of each part of an update, without trailing padding; None counts as zeros.
 Gradients: TypeAlias = Sequence[Tensor | None]
 
 # The most elements whose gradients are converted to fp32 at a time.
@@ -98,7 +98,7 @@ _CHUNK_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class UpdatePart:
     """fp32 values that an update rule treats as one parameter.
 
     Updated in place; gradients may be on another device. `weights` are the values in the model's dtype on the
@@ -118,9 +118,9 @@ class UpdateRule(ABC):
 
     # Whether one kernel makes an update: it also rounds the values into the `weights` of the parts, and the
     # device can skip it by itself, so that `start` is supported.
-    in_one_pass = False
+    is_fused = False
 
-    def __init__(self, parts: Sequence[Part], config: OptimConfig, kept: Sequence[str]) -> None:
+    def __init__(self, parts: Sequence[UpdatePart], config: OptimConfig, kept: Sequence[str]) -> None:
         self.config = config
         self._parts = parts
         self._kept = kept
@@ -146,7 +146,7 @@ class UpdateRule(ABC):
                 parts = [part for part, _ in chunk]
                 exact = [torch.zeros_like(p.values) if g is None else g.to(torch.float32) for p, g in chunk]
                 kept = [[self.state(part)[name] for part in parts] for name in ("weights", *self._kept)]
-                values, *moments = [list(map(beside, tensors, exact)) for tensors in kept]
+                values, *moments = [list(map(without_padding, tensors, exact)) for tensors in kept]
                 on_device = [gradient.to(part.values.device) for part, gradient in zip(parts, exact)]
                 weight_decay = decay if decays else 0.0
                 self._update(parts, values, on_device, *moments, weight_decay=weight_decay, **options)
@@ -158,16 +158,16 @@ class UpdateRule(ABC):
         or inf.
 
         The norm includes `scale`. An optional third element is a factor that the norm includes and
-        the gradients lack. `settle` must report later whether the update was made. Does not synchronize with
+        the gradients lack. `finish` must report later whether the update was made. Does not synchronize with
         the host.
         """
         raise NotImplementedError
 
-    def settle(self, updated: bool) -> None:
+    def finish(self, updated: bool) -> None:
         """Reports whether an update that was started was made or skipped."""
         raise NotImplementedError
 
-    def _update(self, parts: Sequence[Part], *tensors: list[Tensor], **options: Any) -> None:
+    def _update(self, parts: Sequence[UpdatePart], *tensors: list[Tensor], **options: Any) -> None:
         """Updates the values and the state of parts with a fused kernel of torch.
 
         `tensors` are the values, the gradients and the state tensors of the parts. `options` are arguments of
@@ -175,7 +175,7 @@ class UpdateRule(ABC):
         """
         raise NotImplementedError
 
-    def state(self, part: Part) -> dict[str, Tensor]:
+    def state(self, part: UpdatePart) -> dict[str, Tensor]:
         """Returns the tensors of a part that a checkpoint stores, as views for loading."""
         return {"weights": part.values, **self._moments[id(part)]}
 
@@ -187,12 +187,14 @@ class UpdateRule(ABC):
         """Sets how many updates the values and state, loaded from a checkpoint, have seen."""
 
 
-def beside(values: Tensor, gradient: Tensor) -> Tensor:
+def without_padding(values: Tensor, gradient: Tensor) -> Tensor:
     """Returns the elements that a gradient belongs to, without trailing padding."""
     return values if values.shape == gradient.shape else values[: gradient.numel()]
 
 
-def _chunks(pairs: Sequence[tuple[Part, Tensor | None]]) -> Iterator[Sequence[tuple[Part, Tensor | None]]]:
+def _chunks(
+    pairs: Sequence[tuple[UpdatePart, Tensor | None]],
+) -> Iterator[Sequence[tuple[UpdatePart, Tensor | None]]]:
     """Splits the parts into chunks, so that fp32 copies of their gradients need little memory."""
     first = elements = 0
     for number, (part, _) in enumerate(pairs):
@@ -214,11 +216,11 @@ class Adam(UpdateRule):
     third of the start-up time. On a GPU, `FusedAdamW` does the same in one pass over memory.
     """
 
-    def __init__(self, parts: Sequence[Part], config: OptimConfig) -> None:
+    def __init__(self, parts: Sequence[UpdatePart], config: OptimConfig) -> None:
         super().__init__(parts, config, MOMENTS)
         self._steps = {id(p): torch.zeros((), dtype=torch.float32, device=p.values.device) for p in parts}
 
-    def _update(self, parts: Sequence[Part], *tensors: list[Tensor], **options: Any) -> None:
+    def _update(self, parts: Sequence[UpdatePart], *tensors: list[Tensor], **options: Any) -> None:
         values, gradients, averages, squares = tensors
         steps = [self._steps[id(part)] for part in parts]
         betas = {"beta1": self.config.adam_beta1, "beta2": self.config.adam_beta2}
@@ -238,9 +240,9 @@ class FusedAdamW(UpdateRule):
     the host.
     """
 
-    in_one_pass = True
+    is_fused = True
 
-    def __init__(self, parts: Sequence[Part], config: OptimConfig) -> None:
+    def __init__(self, parts: Sequence[UpdatePart], config: OptimConfig) -> None:
         # Requires Triton, which takes a while to import.
         from pentatron.ops.triton_update import AdamWParameters, FusedAdamWKernel, Target
 
@@ -251,7 +253,7 @@ class FusedAdamW(UpdateRule):
             Target(part.values, kept["exp_avg"], kept["exp_avg_sq"], part.weights, part.decays)
             for part, kept in zip(parts, self._moments.values())
         ]
-        self._one_pass, self._parameters = FusedAdamWKernel(targets), AdamWParameters
+        self._kernel, self._adam = FusedAdamWKernel(targets), AdamWParameters
 
     @torch.no_grad()
     def step(
@@ -260,7 +262,7 @@ class FusedAdamW(UpdateRule):
         factor = clip_factor(norm, self.config.clip_grad, scale)
         control = torch.tensor([factor, 1.0], dtype=torch.float32).to(self._device)
         self._launch(gradients, learning_rate, control, decay)
-        self.settle(updated=True)
+        self.finish(updated=True)
 
     @torch.no_grad()
     def start(
@@ -275,10 +277,10 @@ class FusedAdamW(UpdateRule):
     def _launch(self, gradients: Gradients, learning_rate: float, control: Tensor, decay: float) -> None:
         self.before()
         betas = self.config.adam_beta1, self.config.adam_beta2
-        numbers = self._parameters(learning_rate, decay, *betas, self.config.adam_eps, self._updates + 1)
-        self._one_pass(gradients, control, numbers)
+        adam = self._adam(learning_rate, decay, *betas, self.config.adam_eps, self._updates + 1)
+        self._kernel(gradients, control, adam)
 
-    def settle(self, updated: bool) -> None:
+    def finish(self, updated: bool) -> None:
         self._updates += updated
 
     def set_updates(self, updates: int) -> None:
@@ -291,10 +293,10 @@ class Sgd(UpdateRule):
     As in torch and Megatron, weight decay is added to the gradient and so enters the momentum.
     """
 
-    def __init__(self, parts: Sequence[Part], config: OptimConfig) -> None:
+    def __init__(self, parts: Sequence[UpdatePart], config: OptimConfig) -> None:
         super().__init__(parts, config, ("momentum_buffer",) if config.sgd_momentum else ())
 
-    def _update(self, parts: Sequence[Part], *tensors: list[Tensor], **options: Any) -> None:
+    def _update(self, parts: Sequence[UpdatePart], *tensors: list[Tensor], **options: Any) -> None:
         values, gradients, *momentum = tensors
         buffers: list[Tensor | None] = [*momentum[0]] if momentum else [None] * len(parts)
         options |= {"momentum": self.config.sgd_momentum, "dampening": 0.0, "nesterov": False}
@@ -309,13 +311,13 @@ _RULES: dict[str, type[Adam] | type[Sgd]] = {"adam": Adam, "sgd": Sgd}
 _RULE_BY_PREFIX = {"exp_avg/": "adam", "momentum_buffer/": "sgd"}
 
 
-def build_update(parts: Sequence[Part], config: OptimConfig, one_pass: bool) -> UpdateRule:
-    """Returns the configured update rule. `one_pass`: as a single kernel, if all tensors are on a GPU."""
-    rule = FusedAdamW if one_pass and _suits_one_pass(parts) else _RULES[config.optimizer]
+def build_update(parts: Sequence[UpdatePart], config: OptimConfig, fused: bool) -> UpdateRule:
+    """Returns the configured update rule. `fused`: as a single kernel, if all tensors are on a GPU."""
+    rule = FusedAdamW if fused and _can_fuse(parts) else _RULES[config.optimizer]
     return rule(parts, config)
 
 
-def _suits_one_pass(parts: Sequence[Part]) -> bool:
+def _can_fuse(parts: Sequence[UpdatePart]) -> bool:
     """Whether all values are on a GPU; offloaded ones are updated in host memory."""
     return bool(parts) and all(uses_triton(part.values) and part.values.is_contiguous() for part in parts)
 

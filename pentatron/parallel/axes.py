@@ -60,20 +60,20 @@ class TensorAxis(_Axis):
         return total // self.size
 
     @property
-    def _conjugates(self) -> "tuple[Communication, Communication]":
+    def _enter_leave_ops(self) -> "tuple[Communication, Communication]":
         if self.sequence_parallel:
             return _all_gather_sequence, _reduce_scatter_sequence
         return _unchanged, _summed
 
     def enter(self, x_BSD: Tensor) -> Tensor:
         """Returns the complete hidden states, for layers whose output is split."""
-        there, back = self._conjugates
-        return _communicated(x_BSD, self.group, there, back)
+        forward_op, backward_op = self._enter_leave_ops
+        return _communicate(x_BSD, self.group, forward_op, backward_op)
 
     def leave(self, x_BSD: Tensor) -> Tensor:
         """Sums the ranks' partial outputs; with sequence parallelism keeps this rank's part."""
-        there, back = self._conjugates
-        return _communicated(x_BSD, self.group, back, there)
+        forward_op, backward_op = self._enter_leave_ops
+        return _communicate(x_BSD, self.group, backward_op, forward_op)
 
     def own_sequence(self, x_BS: Tensor) -> Tensor:
         """Returns this rank's part of a per-token tensor that all ranks have in full; no gradient."""
@@ -98,21 +98,23 @@ def tensor_axis(world: World, sequence_parallel: bool) -> TensorAxis:
 Communication = Callable[[Tensor, Group], Tensor]
 
 
-class _Communicated(torch.autograd.Function):
-    """Communicates a tensor by `there`, and its gradient by `back`."""
+class _CommunicationFunction(torch.autograd.Function):
+    """Communicates a tensor by `forward_op`, and its gradient by `backward_op`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, there: Communication, back: Communication) -> Tensor:
-        ctx.group, ctx.back = group, back
-        return there(x, group)
+    def forward(
+        ctx: Any, x: Tensor, group: Group, forward_op: Communication, backward_op: Communication
+    ) -> Tensor:
+        ctx.group, ctx.backward_op = group, backward_op
+        return forward_op(x, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.back(gradients[0], ctx.group), None, None, None
+        return ctx.backward_op(gradients[0], ctx.group), None, None, None
 
 
-def _communicated(x: Tensor, group: Group, there: Communication, back: Communication) -> Tensor:
-    return x if group.size == 1 else _Communicated.apply(x, group, there, back)
+def _communicate(x: Tensor, group: Group, forward_op: Communication, backward_op: Communication) -> Tensor:
+    return x if group.size == 1 else _CommunicationFunction.apply(x, group, forward_op, backward_op)
 
 
 def _unchanged(x: Tensor, group: Group) -> Tensor:
@@ -203,34 +205,34 @@ def chunk_order(whole: Tensor, ranks: int) -> Tensor:
 class ExpertAxis:
     """Expert-parallel group of a layer: expert × expert tensor ranks, expert tensor fastest.
 
-    Ranks with the same index on the expert axis hold the same experts; `cut` ranks share one expert by
-    splitting its inner dimension. All ranks of the group have different tokens. `sequence` are the ranks that
-    share the tokens of a micro-batch.
+    Ranks with the same index on the expert axis hold the same experts; `expert_tp_size` ranks share one
+    expert by splitting its inner dimension. All ranks of the group have different tokens. `sequence` are the
+    ranks that share the tokens of a micro-batch.
     """
 
     group: Group = ALONE
-    cut: int = 1
+    expert_tp_size: int = 1
     sequence: Group = ALONE
 
     @property
-    def holders(self) -> int:
+    def ep_size(self) -> int:
         """The expert parallel size."""
-        return self.group.size // self.cut
+        return self.group.size // self.expert_tp_size
 
     @property
-    def holder(self) -> int:
+    def ep_rank(self) -> int:
         """The index of this rank on the expert axis."""
-        return self.group.rank // self.cut
+        return self.group.rank // self.expert_tp_size
 
     @property
-    def part(self) -> int:
+    def expert_tp_rank(self) -> int:
         """The index of this rank on the expert tensor axis."""
-        return self.group.rank % self.cut
+        return self.group.rank % self.expert_tp_size
 
     def own(self, experts: int) -> range:
         """Returns the indices of this rank's experts."""
-        share = experts // self.holders
-        return range(self.holder * share, (self.holder + 1) * share)
+        share = experts // self.ep_size
+        return range(self.ep_rank * share, (self.ep_rank + 1) * share)
 
     def gathered(self, x_TD: Tensor) -> Tensor:
         """All-gathers the tokens of all ranks; backward reduce-scatters the gradients."""
@@ -283,9 +285,9 @@ def _all_gather_rows(x: Tensor, group: Group) -> Tensor:
 
 def all_to_all(x_ND: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:
     """Sends consecutive rows to the ranks of a group and returns the received rows (differentiable)."""
-    there = partial(_exchanged, sent=tuple(sent), received=tuple(received))
-    back = partial(_exchanged, sent=tuple(received), received=tuple(sent))
-    return _communicated(x_ND, group, there, back)
+    forward_op = partial(_exchanged, sent=tuple(sent), received=tuple(received))
+    backward_op = partial(_exchanged, sent=tuple(received), received=tuple(sent))
+    return _communicate(x_ND, group, forward_op, backward_op)
 
 
 def _exchanged(x: Tensor, group: Group, sent: Sequence[int], received: Sequence[int]) -> Tensor:

@@ -47,10 +47,10 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Slot:
+class BucketSlot:
     """A parameter and its span in a bucket."""
 
-    held: ShardedParameter
+    param: ShardedParameter
     span: Span
 
 
@@ -58,31 +58,31 @@ class Slot:
 class Plan:
     """Layout of a bucket of `size` elements: parameters with weight decay up to `decayed`, then the others.
 
-    `copies` are the ranks with replicas of the bucket.
+    `replica_group` are the ranks with replicas of the bucket.
     """
 
-    slots: tuple[Slot, ...]
+    slots: tuple[BucketSlot, ...]
     decayed: int
     size: int
-    copies: Group
+    replica_group: Group
 
     def own_share(self) -> Span:
         """Returns this rank's equal share of the bucket."""
-        length = self.size // self.copies.size
-        return Span(self.copies.rank * length, (self.copies.rank + 1) * length)
+        length = self.size // self.replica_group.size
+        return Span(self.replica_group.rank * length, (self.replica_group.rank + 1) * length)
 
-    def pieces(self, within: Span, values: Tensor, begin: int) -> Iterator[tuple[Shard, Fragment]]:
-        """Yields the pieces in `within` as views of `values`, which start at element `begin`."""
+    def fragments(self, within: Span, values: Tensor, begin: int) -> Iterator[tuple[Shard, Fragment]]:
+        """Yields the shards in `within` as views of `values`, which start at element `begin`."""
         for slot in self.slots:
             part = slot.span.within(within)
             if len(part):
                 local = part.relative_to(slot.span)
                 flat = values[part.first - begin : part.last - begin]
-                yield from fragments_of(slot.held, flat, local.first, local.last)
+                yield from fragments_of(slot.param, flat, local.first, local.last)
 
 
 def plan_buckets(
-    held: Sequence[ShardedParameter], limit: int, group_of: Callable[[Axis], Group]
+    params: Sequence[ShardedParameter], limit: int, group_of: Callable[[Axis], Group]
 ) -> list[Plan]:
     """Packs parameters, given in model order, into buckets of at most `limit` elements.
 
@@ -91,21 +91,24 @@ def plan_buckets(
     `group_of` returns the group of an axis. Buckets are in the order in which they were opened.
     """
     items = []
-    for h in held:
-        is_tied = any("embedding" in piece.partial_over for piece in h.declared.pieces)
-        items.append(Item(h.parameter.numel(), h.declared.copies, alone=is_tied))
-    return [_plan([held[i] for i in bucket.items], group_of(bucket.copies)) for bucket in pack(items, limit)]
+    for p in params:
+        is_tied = any("embedding" in shard.partial_over for shard in p.declared.shards)
+        items.append(Item(p.parameter.numel(), p.declared.replica_axis, alone=is_tied))
+    return [
+        _plan([params[i] for i in bucket.items], group_of(bucket.replica_axis))
+        for bucket in pack(items, limit)
+    ]
 
 
-def _plan(group: Sequence[ShardedParameter], copies: Group) -> Plan:
-    slots: list[Slot] = []
+def _plan(params: Sequence[ShardedParameter], replica_group: Group) -> Plan:
+    slots: list[BucketSlot] = []
     end = decayed = 0
-    for held in sorted(group, key=lambda h: not h.decays):
-        slots.append(Slot(held, Span(end, end + held.parameter.numel())))
+    for param in sorted(params, key=lambda p: not p.decays):
+        slots.append(BucketSlot(param, Span(end, end + param.parameter.numel())))
         end = align_up(slots[-1].span.last)
-        if held.decays:
+        if param.decays:
             decayed = end
-    return Plan(tuple(slots), decayed, align_up(end, ALIGNMENT * copies.size), copies)
+    return Plan(tuple(slots), decayed, align_up(end, ALIGNMENT * replica_group.size), replica_group)
 
 
 class Bucket:
@@ -117,13 +120,13 @@ class Bucket:
     """
 
     def __init__(self, plan: Plan, dtype: torch.dtype, sharded: bool, on_host: bool = False) -> None:
-        self.plan, self.size, self.copies = plan, plan.size, plan.copies
+        self.plan, self.size, self.replica_group = plan, plan.size, plan.replica_group
         self.master_is_separate = on_host or dtype != torch.float32
         self.own = plan.own_share()
         self.kept = self.own if sharded else Span(0, plan.size)
-        values = torch.zeros(plan.size, dtype=torch.float32, device=plan.slots[0].held.parameter.device)
+        values = torch.zeros(plan.size, dtype=torch.float32, device=plan.slots[0].param.parameter.device)
         for slot in plan.slots:
-            slot.span.of(values).copy_(slot.held.parameter.detach().flatten())
+            slot.span.of(values).copy_(slot.param.parameter.detach().flatten())
         self.weights, self.master = values.to(dtype), self.kept.of(values)
         if on_host:
             self.master = self.master.to("cpu", copy=True)
@@ -131,7 +134,7 @@ class Bucket:
             # A copy of the share, not a view: a view would keep the whole fp32 buffer alive.
             self.master = self.master.clone()
         for slot in plan.slots:
-            slot.held.parameter.data = slot.span.of(self.weights).view(slot.held.parameter.shape)
+            slot.param.parameter.data = slot.span.of(self.weights).view(slot.param.parameter.shape)
 
 
 def merge_views(flat: Tensor, views: Iterable[Tensor]) -> list[Tensor]:
@@ -193,8 +196,8 @@ class WeightGather:
         self.buckets = buckets
         self.overlap = overlap
         self._pending: dict[int, Pending] = {}
-        if overlap and any(bucket.copies.size > 1 for bucket in buckets):
-            bucket_of = {id(s.held.parameter): n for n, b in enumerate(buckets) for s in b.plan.slots}
+        if overlap and any(bucket.replica_group.size > 1 for bucket in buckets):
+            bucket_of = {id(s.param.parameter): n for n, b in enumerate(buckets) for s in b.plan.slots}
             for path, module, parameters in (row for model in models for row in _parameters_run_by(model)):
                 numbers = {bucket_of[id(p)] for p in parameters if id(p) in bucket_of}
                 if numbers:
@@ -207,7 +210,7 @@ class WeightGather:
         """Starts to gather all buckets; waits for them unless `overlap`."""
         for number, bucket in enumerate(self.buckets):
             own = bucket.own.of(bucket.weights)
-            self._pending[number] = start_all_gather_into(bucket.weights, own, bucket.copies)
+            self._pending[number] = start_all_gather_into(bucket.weights, own, bucket.replica_group)
         if not self.overlap:
             self.wait()
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pentatron.errors import AgreedError, UserError, describe_os_error
-from pentatron.parallel.encoding import ForgedMessage, encode, length_of_rest, sign, verify_and_decode
-from pentatron.parallel.rank_status import Call, RankStatus
+from pentatron.parallel.rank_status import PendingCall, RankStatus
+from pentatron.parallel.serialization import ForgedMessage, encode, length_of_rest, sign, verify_and_decode
 
 # The step time is nearly the same on all ranks, as each waits for the slowest in the next collective;
 # subtracting the wait time reveals the straggler.
@@ -39,11 +39,11 @@ class WaitTimer:
 
     On a CPU the collective blocks the caller, whose clock is read. On a GPU the caller only launches kernels,
     so CUDA events measure how long the compute stream waits; communication that overlaps computation counts
-    as zero. `whereabouts` records every wait, also outside `begin` and `end`: the hang detection reads it.
+    as zero. `status` records every wait, also outside `begin` and `end`: the hang detection reads it.
     """
 
-    def __init__(self, whereabouts: RankStatus | None = None) -> None:
-        self.whereabouts = whereabouts or RankStatus()
+    def __init__(self, status: RankStatus | None = None) -> None:
+        self.status = status or RankStatus()
         self._measuring = False
         # True within a wait that is being measured, so that nested waits are not counted twice.
         self._inside_wait = False
@@ -65,11 +65,11 @@ class WaitTimer:
         return WaitTimes(self._seconds["collective"], self._seconds["message"])
 
     @contextmanager
-    def standing(
-        self, device: torch.device, cause: Cause = "collective", call: Call | None = None
+    def measure_wait(
+        self, device: torch.device, cause: Cause = "collective", call: PendingCall | None = None
     ) -> Iterator[None]:
         """Context manager around an operation that may wait; `device` is that of the communicated tensor."""
-        with self.whereabouts.inside(call):
+        with self.status.inside(call):
             if not self._measuring or self._inside_wait:
                 yield
                 return
@@ -118,12 +118,12 @@ class Group:
     name: str = field(default="a group", compare=False)
     key: bytes | None = field(default=None, compare=False, repr=False)
 
-    def begins(self, what: str, tensor: Tensor | None = None) -> Call:
+    def begins(self, what: str, tensor: Tensor | None = None) -> PendingCall:
         """Counts a collective.
 
         Its number is the same on all ranks unless the ranks call different collectives.
         """
-        return self.waits.whereabouts.enter(what, self.name, 0 if tensor is None else tensor.numel())
+        return self.waits.status.enter(what, self.name, 0 if tensor is None else tensor.numel())
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Pending:
     tensor: Tensor
     group: Group
     works: Sequence[Any] = ()
-    call: Call | None = None
+    call: PendingCall | None = None
     cause: Cause = "collective"
     device: torch.device | None = None
     sent: Tensor | None = None
@@ -144,7 +144,7 @@ class Pending:
     def wait(self) -> Tensor:
         """Returns the tensor when it is complete. A tensor that is sent must not be changed before."""
         if self.works:
-            with self.group.waits.standing(self.tensor.device, self.cause, self.call):
+            with self.group.waits.measure_wait(self.tensor.device, self.cause, self.call):
                 for work in self.works:
                     work.wait()
         return self.tensor if self.device is None else self.tensor.to(self.device)
@@ -154,7 +154,7 @@ def _run_in_place(
     tensor: Tensor, group: Group, what: str, collective: Callable[..., Any], **options: Any
 ) -> Tensor:
     if group.size > 1:
-        with group.waits.standing(tensor.device, call=group.begins(what, tensor)):
+        with group.waits.measure_wait(tensor.device, call=group.begins(what, tensor)):
             collective(tensor, group=group.process_group, **options)
     return tensor
 
@@ -223,7 +223,7 @@ def all_to_all_into(
     # Gloo implements all-to-all as point-to-point messages, which need host memory.
     buffer = torch.empty_like(received, device="cpu") if group.through_host else received
     output_sizes, input_sizes = (sizes and list(sizes) for sizes in (received_sizes, sent_sizes))
-    with group.waits.standing(received.device, call=group.begins("all-to-all", sent)):
+    with group.waits.measure_wait(received.device, call=group.begins("all-to-all", sent)):
         leaving = sent.cpu() if group.through_host else sent
         dist.all_to_all_single(buffer, leaving, output_sizes, input_sizes, group=group.process_group)
         if group.through_host:
@@ -271,7 +271,7 @@ def broadcast_(tensor: Tensor, group: Group, source: int) -> Tensor:
 
 
 def broadcast_object(value: Any, group: Group) -> Any:
-    """Returns rank 0's Python object on every rank; types as in `encoding.encode`."""
+    """Returns rank 0's Python object on every rank; types as in `serialization.encode`."""
     if group.size == 1:
         return value
     first, own_rest = sign(encode(value), group.key, 0, _BLOCK) if group.rank == 0 else (bytes(_BLOCK), b"")
@@ -288,7 +288,7 @@ def broadcast_object(value: Any, group: Group) -> Any:
 
 
 def gather_objects(value: Any, group: Group) -> Sequence[Any]:
-    """Returns every rank's Python object in rank order; types as in `encoding.encode`."""
+    """Returns every rank's Python object in rank order; types as in `serialization.encode`."""
     if group.size == 1:
         return [value]
     first, rest = sign(encode(value), group.key, group.rank, _BLOCK)
@@ -323,11 +323,11 @@ def _as_bytes(tensor: Tensor) -> memoryview:
 def _object_exchange(what: str, group: Group) -> Iterator[None]:
     """Context manager around an exchange of Python objects, whose wait time is not measured."""
     try:
-        with group.waits.whereabouts.inside(group.begins(what)):
+        with group.waits.status.inside(group.begins(what)):
             yield
     except ForgedMessage as error:
         raise UserError(
-            f"rank {group.rank} was sent a message within {group.name} that is not one of this job's: {error}; another job uses the same "
+            f"rank {group.rank} received a message in {group.name} that is not from this job: {error}; another job uses the same "
             f"port, or another process has joined: choose another --master-port (MASTER_PORT)"
         ) from None
 

@@ -1,7 +1,7 @@
 """Executor of pipeline schedules: runs the actions of one step on this rank.
 
-The executor knows nothing of models, batches or optimizers; without pipeline parallelism the schedule has one
-stage. The output of a stage waits in a table until it is sent or, if the next stage is on the same rank,
+The executor does not depend on models, batches or optimizers. Without pipeline parallelism the schedule has
+one stage. The output of a stage waits in a table until it is sent or, if the next stage is on the same rank,
 until that stage takes it; gradients likewise in the other direction. Activations saved for a micro-batch live
 from its forward to its backward on a stage; if the backward is split, the inputs of the weight gradients live
 until the weight half. At the end of a step the tables must be empty.

@@ -46,19 +46,19 @@ class GradientStorage:
 class GradientView:
     """A view of the gradients of a `GradientStorage`, valid in every step."""
 
-    holder: GradientStorage
+    storage: GradientStorage
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int = 0
 
     @classmethod
-    def of(cls, holder: GradientStorage, span: Span) -> "GradientView":
-        return cls(holder, (len(span),), (1,), span.first)
+    def of(cls, storage: GradientStorage, span: Span) -> "GradientView":
+        return cls(storage, (len(span),), (1,), span.first)
 
     @property
-    def now(self) -> Tensor | None:
+    def tensor(self) -> Tensor | None:
         """The view in this step; None if no gradient has come."""
-        flat = self.holder.values
+        flat = self.storage.values
         # Mostly the view is the whole tensor; `as_strided` for every gradient in every step would be slow.
         if flat is None or (flat.shape == self.shape and self.offset == 0):
             return flat
@@ -70,14 +70,14 @@ class FlatGradients:
     """A flat range of gradients with its fragments as views of `template`; `name` is equal on all ranks."""
 
     name: str
-    holder: GradientStorage
+    storage: GradientStorage
     template: Tensor
-    pieces: Sequence[tuple[Shard, Fragment]]
+    fragments: Sequence[tuple[Shard, Fragment]]
 
     def runs(self, chosen: Iterable[Fragment]) -> list[GradientView]:
         """Merges disjoint fragments into few views of each step's gradients."""
         return [
-            GradientView(self.holder, tuple(run.shape), run.stride(), int(run.storage_offset()))
+            GradientView(self.storage, tuple(run.shape), run.stride(), int(run.storage_offset()))
             for run in merge_views(self.template, (fragment.values for fragment in chosen))
         ]
 
@@ -88,30 +88,30 @@ class GradientSlice:
 
     bucket: Bucket
     span: Span
-    holder: GradientStorage = field(repr=False)
+    storage: GradientStorage = field(repr=False)
 
     def flat(self, within: Span | None = None) -> FlatGradients:
         """Returns the gradients with their fragments, or only those in the span `within`."""
-        template, plan = self.holder.template(), self.bucket.plan
+        template, plan = self.storage.template(), self.bucket.plan
         # The name of the parameter or, for a whole bucket, of its first one: equal on all ranks.
         slot = next((slot for slot in plan.slots if slot.span == self.span), plan.slots[0])
         span = self.span if within is None else self.span.within(within)
-        pieces = list(plan.pieces(span, template, self.span.first))
-        return FlatGradients(slot.held.tensor, self.holder, template, pieces)
+        fragments = list(plan.fragments(span, template, self.span.first))
+        return FlatGradients(slot.param.tensor, self.storage, template, fragments)
 
     def padding(self) -> list[GradientView]:
         """Returns the gradients of elements outside all logical tensors, which must stay zero."""
         views: list[GradientView] = []
         for slot in self.bucket.plan.slots:
             part = slot.span.within(self.span)
-            if not len(part) or sum(p.elements for p in slot.held.declared.pieces) == len(slot.span):
+            if not len(part) or sum(p.elements for p in slot.param.declared.shards) == len(slot.span):
                 continue
             covered = torch.zeros(len(slot.span), dtype=torch.bool)
-            for _, fragment in self.bucket.plan.pieces(slot.span, covered, slot.span.first):
+            for _, fragment in self.bucket.plan.fragments(slot.span, covered, slot.span.first):
                 fragment.values.fill_(True)
             begin = part.first - self.span.first
             runs = true_runs(~part.relative_to(slot.span).of(covered))
-            views.extend(GradientView.of(self.holder, Span(begin + i, begin + j)) for i, j in runs)
+            views.extend(GradientView.of(self.storage, Span(begin + i, begin + j)) for i, j in runs)
         return views
 
 
@@ -122,9 +122,9 @@ PARTIAL_AXES: tuple[Axis, ...] = ("tensor", "kv", "embedding")
 class PartialGradientReduction:
     """All-reduces gradients that are partial sums over other axes than the replicas, once a step.
 
-    The ranks of such an axis hold the same pieces at the same offsets of equal buckets, and of their shards.
-    Only the first and the last stage have their buckets in another order (a tied embedding has its own
-    bucket); sorting by name makes the order the same.
+    The ranks of such an axis hold the same shards at the same offsets of equal buckets, and of their ZeRO
+    shares. Only the first and the last stage have their buckets in another order (a tied embedding has its
+    own bucket); sorting by name makes the order the same.
     """
 
     def __init__(self, world: World, gradients: Iterable[FlatGradients]) -> None:
@@ -132,15 +132,15 @@ class PartialGradientReduction:
         self._runs: dict[tuple[Axis, ...], list[GradientView]] = {}
         rectangles: dict[Axis, list[tuple[str, Shape, Shape]]] = {}
         for kept in sorted(gradients, key=lambda kept: kept.name):
-            fragments: dict[tuple[Axis, ...], list[Fragment]] = {}
-            for piece, fragment in kept.pieces:
-                axes = tuple(sorted(a for a in piece.partial_over if world.group(a).size > 1))
+            by_axes: dict[tuple[Axis, ...], list[Fragment]] = {}
+            for shard, fragment in kept.fragments:
+                axes = tuple(sorted(a for a in shard.partial_over if world.group(a).size > 1))
                 if axes:
-                    fragments.setdefault(axes, []).append(fragment)
+                    by_axes.setdefault(axes, []).append(fragment)
                 for axis in axes:
                     rectangle = (fragment.tensor, fragment.start, tuple(fragment.values.shape))
                     rectangles.setdefault(axis, []).append(rectangle)
-            for axes, partial in fragments.items():
+            for axes, partial in by_axes.items():
                 self._runs.setdefault(axes, []).extend(kept.runs(partial))
         # Different rectangles must not be summed.
         for axis in PARTIAL_AXES:
@@ -153,9 +153,9 @@ class PartialGradientReduction:
     def all_reduce(self) -> None:
         """Runs one all-reduce for every axis of every set of axes, in the same order on all ranks."""
         for axes in sorted(self._runs):
-            for place in self._runs[axes]:
-                place.holder.in_fp32(self.world.device)
-            runs = [run for place in self._runs[axes] if (run := place.now) is not None]
+            for view in self._runs[axes]:
+                view.storage.in_fp32(self.world.device)
+            runs = [run for view in self._runs[axes] if (run := view.tensor) is not None]
             # A single run is reduced in place: it may be a large embedding.
             in_place = len(runs) == 1 and runs[0].is_contiguous()
             packed = runs[0] if in_place else torch.cat([run.reshape(-1) for run in runs])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pentatron.layout.actions import RECEIVES, SENDS, Action, Kind, Placement, Schedule
 from pentatron.parallel.collectives import Group, Pending
-from pentatron.parallel.rank_status import Call
+from pentatron.parallel.rank_status import PendingCall
 from pentatron.parallel.sharding import Shape
 from pentatron.parallel.world import World
 from pentatron.text import plural
@@ -107,7 +107,7 @@ class Messages:
         pending = self._pending(buffer, dist.irecv(buffer, group=process_group, group_src=peer, tag=tag))
         content = "gradients" if action.kind in GRADIENTS else "activations"
         what = f"{content} of micro-batch {action.micro_batch} from pipeline rank {peer}"
-        call = Call(what, self._group.name, 0, buffer.numel())
+        call = PendingCall(what, self._group.name, 0, buffer.numel())
         return replace(pending, call=call, device=device)
 
     def delivered(self, parcel: MessageKey) -> None:
@@ -124,7 +124,7 @@ class Messages:
 
     def _pending(self, tensor: Tensor, work: dist.Work | None) -> Pending:
         assert work is not None, "this rank is not a member of the group"
-        call = Call("a message", self._group.name, 0, tensor.numel())
+        call = PendingCall("a message", self._group.name, 0, tensor.numel())
         return Pending(tensor, self._group, [work], call, "message")
 
     def agree(self, sends: Mapping[int, SendSummary], receives: Mapping[int, SendSummary]) -> None:
@@ -177,7 +177,7 @@ def open_channels(world: World, placement: Placement) -> dict[Channel, Any]:
     for channel in itertools.product((False, True), (False, True)):
         for members in world.grid.groups("pipeline"):
             process_group = dist.new_group(list(members), timeout=world.timeout)
-            if world.everyone.rank in members:
+            if world.all_ranks.rank in members:
                 channels[channel] = process_group
     # One element between two ranks makes NCCL connect them.
     element = torch.zeros(1, device=world.device)

@@ -11,7 +11,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Call:
+class PendingCall:
     """A collective or message that this rank waits for.
 
     `number` counts the collectives of a group from 1; messages have number 0. `size` is in elements.
@@ -41,7 +41,7 @@ class RankStatus:
     phase: str = "starting"
     calls: int = 0
     counts: dict[str, int] = field(default_factory=dict)
-    waits_in: Call | None = None
+    waits_in: PendingCall | None = None
     # Whether this run has taken the lock of its folder.
     opened: bool = False
     # Seconds of the first step, which compiles and fills caches, and of the longest later one.
@@ -75,15 +75,15 @@ class RankStatus:
         if self.on_step_done is not None:
             self.on_step_done()
 
-    def enter(self, what: str, group: str, size: int) -> Call:
+    def enter(self, what: str, group: str, size: int) -> PendingCall:
         """Counts a collective; every rank of the group must begin the same one with the same number."""
         number = self.counts.get(group, 0) + 1
         self.counts[group] = number
         self.calls += 1
-        return Call(what, group, number, size)
+        return PendingCall(what, group, number, size)
 
     @contextmanager
-    def inside(self, call: Call | None) -> Iterator[None]:
+    def inside(self, call: PendingCall | None) -> Iterator[None]:
         """Around the waiting for a collective or a message."""
         before = self.waits_in
         self.waits_in = call or before

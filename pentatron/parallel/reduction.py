@@ -75,7 +75,7 @@ class BucketBuffer:
 class Reduction(ABC):
     """Collects the gradients of some buckets.
 
-    `held` are those this rank keeps; they are reduced after `finish`.
+    `slices` are those this rank keeps; they are reduced after `finish`.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -95,14 +95,16 @@ class Reduction(ABC):
         self._in_input_half = False
         self._from_input_half: list[set[int]] = [set() for _ in buckets]
         for number, bucket in enumerate(buckets):
-            spans = [bucket.kept] if bucket.copies.size > 1 else [slot.span for slot in bucket.plan.slots]
+            spans = (
+                [bucket.kept] if bucket.replica_group.size > 1 else [slot.span for slot in bucket.plan.slots]
+            )
             self._slices.append([GradientSlice(bucket, s, GradientStorage(len(s))) for s in spans])
             for slot, entry in enumerate(bucket.plan.slots):
                 collect = partial(self._collect, number, slot)
-                entry.held.parameter.register_post_accumulate_grad_hook(collect)
+                entry.param.parameter.register_post_accumulate_grad_hook(collect)
 
     @property
-    def held(self) -> Iterator[GradientSlice]:
+    def slices(self) -> Iterator[GradientSlice]:
         return itertools.chain.from_iterable(self._slices)
 
     def _collect(self, number: int, slot: int, parameter: Tensor) -> None:
@@ -116,15 +118,15 @@ class Reduction(ABC):
             self._from_input_half[number].add(slot)
         else:
             assert number >= self._next, "a gradient came after its bucket was reduced"
-        if self.buckets[number].copies.size == 1:
-            self._keep(self._slices[number][slot].holder, gradient)
+        if self.buckets[number].replica_group.size == 1:
+            self._keep(self._slices[number][slot].storage, gradient)
         else:
             self._take(number, slot, gradient)
         if self._missing is not None:
             self._missing[number].discard(slot)
             self._reduce_complete()
 
-    def _keep(self, holder: GradientStorage, gradient: Tensor) -> None:
+    def _keep(self, storage: GradientStorage, gradient: Tensor) -> None:
         """Adds a gradient without replicas.
 
         Autograd may produce views of one storage for two parameters (the gradients of a sum, say), but
@@ -132,12 +134,12 @@ class Reduction(ABC):
         """
         # Autograd keeps the layout of the parameter, which is contiguous.
         flat = gradient if gradient.dim() == 1 else gradient.view(-1)
-        if holder.values is None:
+        if storage.values is None:
             memory = flat.untyped_storage().data_ptr()
             if memory in self._storages:
                 flat = flat.clone()
             self._storages.add(memory)
-        holder.values = accumulate(holder.values, flat)
+        storage.values = accumulate(storage.values, flat)
 
     def _buffer(self, number: int) -> BucketBuffer:
         if number not in self._buffers:
@@ -150,7 +152,7 @@ class Reduction(ABC):
         buckets are reduced as they fill.
         """
         while self._next < len(self.buckets) and not (self._missing and self._missing[self._next]):
-            if self.buckets[self._next].copies.size > 1:
+            if self.buckets[self._next].replica_group.size > 1:
                 self._start(self._next)
             self._next += 1
 
@@ -170,8 +172,8 @@ class Reduction(ABC):
         """Releases the gradients after the update or before a new step, also those of a step that failed."""
         self._next, self._missing, self._in_input_half = 0, None, False
         self._storages.clear()
-        for held in self.held:
-            held.holder.values = None
+        for kept in self.slices:
+            kept.storage.values = None
 
     def begin_backward(self, last: bool, kind: Kind = Kind.BACKWARD) -> None:
         self._in_input_half = kind is Kind.INPUT
@@ -206,7 +208,7 @@ class Reduction(ABC):
 
     def memory(self) -> list[Tensor]:
         """Returns all tensors that currently hold gradients, for memory reports."""
-        return [held.holder.values for held in self.held if held.holder.values is not None]
+        return [kept.storage.values for kept in self.slices if kept.storage.values is not None]
 
 
 class FullReduction(Reduction):
@@ -229,11 +231,11 @@ class FullReduction(Reduction):
     def _start(self, number: int) -> None:
         bucket, filling = self.buckets[number], self._buffer(number)
         filling.complete()
-        kept = self._slices[number][0].holder.values = bucket.kept.of(filling.buffer)
+        kept = self._slices[number][0].storage.values = bucket.kept.of(filling.buffer)
         if self.scatter:
-            self._pending.append(start_reduce_scatter_into(kept, filling.buffer, bucket.copies))
+            self._pending.append(start_reduce_scatter_into(kept, filling.buffer, bucket.replica_group))
         else:
-            self._pending.append(start_all_reduce_(filling.buffer, bucket.copies))
+            self._pending.append(start_all_reduce_(filling.buffer, bucket.replica_group))
 
     def drop(self) -> None:
         super().drop()
@@ -294,7 +296,7 @@ class ScatterBuffers:
         if share.values is None:
             # `share` keeps this tensor, so it must not be a view of the buffer, which is reused.
             part = torch.empty_like(part)
-        pending = start_reduce_scatter_into(part, buffer[: bucket.size], bucket.copies)
+        pending = start_reduce_scatter_into(part, buffer[: bucket.size], bucket.replica_group)
         self._running = pending, buffer, share
         if not self.overlap:
             self.finish()
@@ -344,7 +346,7 @@ class ShardedReduction(Reduction):
         filling.complete()
         del self._buffers[number]
         self._input_half_gradients[number].clear()
-        self.buffers.scatter(filling.buffer, bucket, self._slices[number][0].holder)
+        self.buffers.scatter(filling.buffer, bucket, self._slices[number][0].storage)
 
     def drop(self) -> None:
         self.buffers.drop()

@@ -141,7 +141,7 @@ def _resolve(point: Rendezvous, patience: float) -> None:
             if time.monotonic() >= deadline:
                 reason = error.strerror if isinstance(error, OSError) else "not a host name"
                 raise RendezvousError(
-                    f"the machine '{point.host}' is unknown here ({reason}); set MASTER_ADDR (or --init-method) to the name "
+                    f"the host name '{point.host}' cannot be resolved ({reason}); set MASTER_ADDR (or --init-method) to the name "
                     f"or the address of the machine of rank 0"
                 ) from None
         time.sleep(_RETRY_SECONDS)
@@ -182,7 +182,7 @@ def listening_socket(point: Rendezvous) -> socket.socket:
     except OSError as error:
         listener.close()
         raise RendezvousError(
-            f"port {point.port} cannot be used for the rendezvous ({error.strerror}); another job or an earlier run may hold it: set "
+            f"port {point.port} cannot be used for the rendezvous ({error.strerror}); another job or an earlier run may use it: set "
             f"another MASTER_PORT (--master-port, --init-method) for all processes, or leave --master-port out to take a free one"
         ) from None
     return listener
@@ -259,7 +259,7 @@ def collective_error(message: str, timeout_minutes: float) -> UserError | None:
             f"another rank did not answer within {limit}, so this one stops; if it is only slow, raise "
             f"--distributed-timeout-minutes (or NCCL_TIMEOUT, in seconds), if it hangs, look at its last lines, and if the network "
             f"is at fault, export NCCL_DEBUG=INFO to see what NCCL does, NCCL_SOCKET_IFNAME to name the interface, or "
-            f"NCCL_IB_DISABLE=1 to do without InfiniBand"
+            f"NCCL_IB_DISABLE=1 to disable InfiniBand"
         )
     for reason in _DISCONNECT_SIGNS:
         if reason in message:

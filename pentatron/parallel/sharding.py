@@ -3,8 +3,8 @@
 A logical tensor is a parameter of the whole model, as a single process would hold it. On a rank, a parameter
 is a plain local tensor that holds some rectangles of it. Each rectangle is a `Shard`, with the axes over
 which it is replicated and those over which its gradient is a partial sum. Initialization, gradient norm,
-reduction, parameter counts and checkpoints are derived from pieces, never from parameter names. Elements
-outside all pieces (padding) stay zero and belong to no logical tensor.
+reduction, parameter counts and checkpoints are derived from shards, never from parameter names. Elements
+outside all shards (padding) stay zero and belong to no logical tensor.
 """
 
 import math
@@ -24,7 +24,7 @@ class Shard:
     """A rectangle of `size`, at `start` in the logical tensor and at `local` in the parameter.
 
     Data-parallel replicas of the parameter are not among the axes here: they are the same for all of its
-    pieces (`ShardingSpec.copies`).
+    shards (`ShardingSpec.replica_axis`).
     """
 
     start: Shape
@@ -52,17 +52,17 @@ ONES = Initialization(constant=1.0)
 
 @dataclass(frozen=True)
 class ShardingSpec:
-    """Sharding of one parameter: the `shape` of its logical tensor and the pieces of it.
+    """Sharding of one parameter: the `shape` of its logical tensor and the shards of it.
 
-    `tensor` names the logical tensor if it is not the parameter's own name. `copies` is the axis of the
+    `tensor` names the logical tensor if it is not the parameter's own name. `replica_axis` is the axis of the
     data-parallel replicas: the gradient is summed over them, and they may partition the optimizer state.
     """
 
     shape: Shape
-    pieces: tuple[Shard, ...]
+    shards: tuple[Shard, ...]
     initial: Initialization
     tensor: str | None = None
-    copies: Axis = "replicas"
+    replica_axis: Axis = "replicas"
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,9 @@ class ShardedModule(nn.Module):
         return parameter
 
 
-def whole(shape: Shape, initial: Initialization, partial_over: frozenset[Axis] = frozenset()) -> ShardingSpec:
+def replicated(
+    shape: Shape, initial: Initialization, partial_over: frozenset[Axis] = frozenset()
+) -> ShardingSpec:
     """Declares a parameter that every tensor-parallel rank holds in full."""
     origin = (0,) * len(shape)
     return ShardingSpec(shape, (Shard(origin, origin, shape, frozenset({"tensor"}), partial_over),), initial)
@@ -161,32 +163,32 @@ def region(tensor: Tensor, start: Shape, size: Shape) -> Tensor:
 
 
 def fragments_of(
-    held: ShardedParameter, values: Tensor, first: int = 0, last: int | None = None
+    param: ShardedParameter, values: Tensor, first: int = 0, last: int | None = None
 ) -> Iterator[tuple[Shard, Fragment]]:
-    """Yields the pieces of a parameter within the elements [first, last) of its memory, as views of `values`.
+    """Yields the shards of a parameter within the elements [first, last) of its memory, as views of `values`.
 
     `values` is one-dimensional and holds those elements of the parameter, or of another tensor of the same
     layout.
     """
-    shape = tuple(held.parameter.shape)
+    shape = tuple(param.parameter.shape)
     last = math.prod(shape) if last is None else last
     begin = 0
     for start, size in rectangles(first, last, shape):
         # Rectangles lie one after the other in memory.
         end = begin + math.prod(size)
-        yield from fragments_in(held, values[begin:end].view(size), start)
+        yield from fragments_in(param, values[begin:end].view(size), start)
         begin = end
 
 
-def fragments_in(held: ShardedParameter, values: Tensor, start: Shape) -> Iterator[tuple[Shard, Fragment]]:
-    """Yields the pieces of a parameter within its rectangle `values`, which begins at `start`, as views."""
-    for piece in held.declared.pieces:
-        common = overlap(start, tuple(values.shape), piece.local, piece.size)
+def fragments_in(param: ShardedParameter, values: Tensor, start: Shape) -> Iterator[tuple[Shard, Fragment]]:
+    """Yields the shards of a parameter within its rectangle `values`, which begins at `start`, as views."""
+    for shard in param.declared.shards:
+        common = overlap(start, tuple(values.shape), shard.local, shard.size)
         if common is not None:
             at, extent = common
             inside = tuple(i - j for i, j in zip(at, start))
-            where = tuple(g + i - j for g, i, j in zip(piece.start, at, piece.local))
-            yield piece, Fragment(held.tensor, held.declared.shape, where, region(values, inside, extent))
+            where = tuple(g + i - j for g, i, j in zip(shard.start, at, shard.local))
+            yield shard, Fragment(param.tensor, param.declared.shape, where, region(values, inside, extent))
 
 
 def true_runs(chosen: Tensor) -> list[tuple[int, int]]:

@@ -72,14 +72,14 @@ class Timers:
         return block_of(gather_objects(times, group), self.option) if times else None
 
 
-def block_of(everyone: Sequence[Mapping[str, float]], option: str) -> str:
+def block_of(times_by_rank: Sequence[Mapping[str, float]], option: str) -> str:
     """Formats the milliseconds of each timer on each rank, as Megatron does."""
-    timed = {name for times in everyone for name in times}
+    timed = {name for times in times_by_rank for name in times}
     names = [name for name in _ORDER if name in timed] + sorted(timed - set(_ORDER))
     title = {"max": "max time", "minmax": "(min, max) time", "all": "times"}[option]
     lines = [f"{title} across ranks (ms):"]
     for name in names:
-        ranks = {rank: times[name] for rank, times in enumerate(everyone) if name in times}
+        ranks = {rank: times[name] for rank, times in enumerate(times_by_rank) if name in times}
         smallest, largest = min(ranks.values()), max(ranks.values())
         if option == "all":
             lines += [f"  {name}:", *(f"     rank {rank:2d}: {value:.2f}" for rank, value in ranks.items())]

@@ -29,7 +29,7 @@ ALONE = Group(0, 1)
 _ALL_RANKS = "all ranks"
 # The most ranks listed in the name of a group.
 _SHOWN_RANKS = 8
-_NO_GPU = "--device cuda: torch sees no GPU here; use --device cpu, or install a CUDA build of torch"
+_NO_GPU = "--device cuda: torch finds no GPU; use --device cpu, or install a CUDA build of torch"
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class World:
 
     grid: Grid
     at: Coordinates
-    everyone: Group
+    all_ranks: Group
     local_rank: int
     device: torch.device
     groups: Mapping[Axis, Group] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class World:
     waits: WaitTimer = field(default_factory=WaitTimer, compare=False)
 
     @functools.cached_property
-    def copies(self) -> torch.cuda.Stream:
+    def copy_stream(self) -> torch.cuda.Stream:
         """The CUDA stream for host-to-device copies.
 
         One stream for all of them: the caching allocator keeps freed memory on the stream it was allocated
@@ -63,14 +63,14 @@ class World:
         return self.groups.get(axis, ALONE)
 
     @property
-    def whereabouts(self) -> RankStatus:
+    def status(self) -> RankStatus:
         """The progress of this rank, read by the hang detection."""
-        return self.waits.whereabouts
+        return self.waits.status
 
     def set_timeout(self, seconds: float, others: typing.Iterable[typing.Any] = ()) -> None:
         """Sets the timeout of later collectives, and of the additional process groups in `others`."""
         limit = datetime.timedelta(seconds=seconds)
-        own = [g.process_group for g in (self.everyone, *self.groups.values()) if g.size > 1]
+        own = [g.process_group for g in (self.all_ranks, *self.groups.values()) if g.size > 1]
         for process_group in {id(group): group for group in (*own, *others)}.values():
             # Torch has no public way to change a timeout.
             dist.distributed_c10d._set_pg_timeout(limit, process_group)
@@ -78,7 +78,7 @@ class World:
     @property
     def uses_nccl(self) -> bool:
         """Whether GPUs communicate directly (NCCL) rather than through host memory (gloo)."""
-        return self.device.type == "cuda" and self.everyone.size > 1 and not self.everyone.through_host
+        return self.device.type == "cuda" and self.all_ranks.size > 1 and not self.all_ranks.through_host
 
     @property
     def tensor(self) -> Group:
@@ -100,17 +100,17 @@ class World:
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0, which writes the files that exist once per run."""
-        return self.everyone.rank == 0
+        return self.all_ranks.rank == 0
 
     def is_first_of(self, axes: typing.Iterable[Axis]) -> bool:
         """Whether this rank is rank 0 of the group of every one of `axes`."""
         return all(self.group(axis).rank == 0 for axis in axes)
 
 
-def single_process(device: torch.device | None = None, whereabouts: RankStatus | None = None) -> World:
+def single_process(device: torch.device | None = None, status: RankStatus | None = None) -> World:
     """Returns a world of one rank, without any process group."""
     device = device or torch.device("cpu")
-    return World(Grid(), Coordinates(0, 0, 0, 0), ALONE, 0, device, waits=WaitTimer(whereabouts))
+    return World(Grid(), Coordinates(0, 0, 0, 0), ALONE, 0, device, waits=WaitTimer(status))
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:
@@ -140,7 +140,7 @@ def open_world(
     timeout_minutes: float,
     settings: Mapping[str, Any],
     point: Rendezvous | None,
-    whereabouts: RankStatus | None = None,
+    status: RankStatus | None = None,
 ) -> Iterator[World]:
     """Joins the process group whose rendezvous is `point`, and leaves it at the end.
 
@@ -150,17 +150,17 @@ def open_world(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if grid.world_size == 1:
-        yield single_process(device, whereabouts)
+        yield single_process(device, status)
         return
     timeout = datetime.timedelta(minutes=timeout_minutes)
     assert point is not None, "several ranks need a rendezvous"
     key = init_process_group(device, rank, grid.world_size, timeout, point)
     try:
-        everyone = Group(rank, grid.world_size, dist.group.WORLD, name=_ALL_RANKS, key=key)
+        all_ranks = Group(rank, grid.world_size, dist.group.WORLD, name=_ALL_RANKS, key=key)
         nccl = ".".join(map(str, torch.cuda.nccl.version())) if device.type == "cuda" else ""
         versions = {"pentatron": __version__, "torch": str(torch.__version__), "NCCL": nccl}
-        require_same_settings(settings, versions, everyone)
-        yield create_groups(grid, rank, local_rank, device, timeout, whereabouts, key)
+        require_same_settings(settings, versions, all_ranks)
+        yield create_groups(grid, rank, local_rank, device, timeout, status, key)
     except BaseException:
         destroy_process_group(failed=True)
         raise
@@ -203,7 +203,7 @@ def create_groups(
     local_rank: int,
     device: torch.device,
     timeout: datetime.timedelta | None = None,
-    whereabouts: RankStatus | None = None,
+    status: RankStatus | None = None,
     key: bytes | None = None,
 ) -> World:
     """Creates the process groups of all axes inside the initialized default process group.
@@ -212,24 +212,24 @@ def create_groups(
     returned.
     """
     if grid.world_size == 1:
-        return single_process(device, whereabouts)
+        return single_process(device, status)
     through_host = device.type == "cuda" and dist.get_backend() == "gloo"
-    waits = WaitTimer(whereabouts)
-    everyone = Group(rank, grid.world_size, dist.group.WORLD, through_host, waits, _ALL_RANKS, key)
+    waits = WaitTimer(status)
+    all_ranks = Group(rank, grid.world_size, dist.group.WORLD, through_host, waits, _ALL_RANKS, key)
     # Axes often have the same members (data and replicas, say); such axes share one process group.
-    created: dict[tuple[tuple[int, ...], ...], Group | None] = {(tuple(range(grid.world_size)),): everyone}
+    created: dict[tuple[tuple[int, ...], ...], Group | None] = {(tuple(range(grid.world_size)),): all_ranks}
     groups: dict[Axis, Group] = {}
     for axis in typing.get_args(Axis):
         partition = tuple(sorted(members for members in grid.groups(axis) if len(members) > 1))
         if partition and partition not in created:
-            created[partition] = _new_groups(axis, partition, everyone, timeout)
+            created[partition] = _new_groups(axis, partition, all_ranks, timeout)
         if (group := created.get(partition)) is not None:
             groups[axis] = group
-    return World(grid, grid.coordinates(rank), everyone, local_rank, device, groups, timeout, waits)
+    return World(grid, grid.coordinates(rank), all_ranks, local_rank, device, groups, timeout, waits)
 
 
 def _new_groups(
-    axis: Axis, partition: tuple[tuple[int, ...], ...], everyone: Group, timeout: datetime.timedelta | None
+    axis: Axis, partition: tuple[tuple[int, ...], ...], all_ranks: Group, timeout: datetime.timedelta | None
 ) -> Group | None:
     """Creates a process group for each part of the ranks and returns this rank's group, or None.
 
@@ -238,11 +238,11 @@ def _new_groups(
     own = None
     for members in partition:
         process_group = dist.new_group(list(members), timeout=timeout)
-        if everyone.rank in members:
+        if all_ranks.rank in members:
             # All ranks of the group derive the same name for error messages.
             long = len(members) > _SHOWN_RANKS
             shown = (*members[: _SHOWN_RANKS - 1], "…", members[-1]) if long else members
             name = f"the {axis} ranks {', '.join(map(str, shown))}"
-            rank, size = members.index(everyone.rank), len(members)
-            own = replace(everyone, rank=rank, size=size, process_group=process_group, name=name)
+            rank, size = members.index(all_ranks.rank), len(members)
+            own = replace(all_ranks, rank=rank, size=size, process_group=process_group, name=name)
     return own

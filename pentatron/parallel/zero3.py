@@ -73,13 +73,13 @@ SHARD_AXES: dict[Axis, tuple[Axis, Axis]] = {
 class Zero3Shard:
     """This rank's shard of one parameter, the rectangle that begins at `start`, and its gradients."""
 
-    held: ShardedParameter
+    param: ShardedParameter
     start: Shape
     values: Tensor
     gradients: Tensor
 
-    def pieces(self, laid_out_alike: Tensor) -> Iterator[tuple[Shard, Fragment]]:
-        return fragments_in(self.held, laid_out_alike, self.start)
+    def fragments(self, laid_out_alike: Tensor) -> Iterator[tuple[Shard, Fragment]]:
+        return fragments_in(self.param, laid_out_alike, self.start)
 
 
 class ShardedStage:
@@ -91,11 +91,13 @@ class ShardedStage:
     def __init__(self, stage: nn.Module, world: World, dtype: torch.dtype) -> None:
         self.stage = stage
         # Keep no reference to the parameters: each must be freed when its unit is sharded.
-        declarations = {held.name: (held.tensor, held.declared) for held in sharded_parameters(stage)}
-        copies = {name: declared.copies for name, (_, declared) in declarations.items()}
+        declarations = {param.name: (param.tensor, param.declared) for param in sharded_parameters(stage)}
+        replica_axes = {name: declared.replica_axis for name, (_, declared) in declarations.items()}
         self.units: list[FSDPModule] = []
-        for path, module in _units(stage, copies):
-            axes_inside = [axis for name, axis in copies.items() if path == "" or name.startswith(f"{path}.")]
+        for path, module in _units(stage, replica_axes):
+            axes_inside = [
+                axis for name, axis in replica_axes.items() if path == "" or name.startswith(f"{path}.")
+            ]
             # A layer with experts is the unit of its dense parameters: its experts are units already.
             axis: Axis = "replicas" if path == "" or "replicas" in axes_inside else axes_inside[0]
             unit = _shard_unit(module, _mesh(world, axis), dtype, keep=path == "")
@@ -106,32 +108,32 @@ class ShardedStage:
         self.flat: dict[Axis, Tensor] = {}
         self.shards: list[Zero3Shard] = []
         for axis in SHARD_AXES:
-            held = [
+            params = [
                 ShardedParameter(name, tensor, stage.get_parameter(name), declared)
                 for name, (tensor, declared) in declarations.items()
-                if declared.copies == axis
+                if declared.replica_axis == axis
             ]
-            if held:
-                self._allocate_gradients(axis, held, world.device)
+            if params:
+                self._allocate_gradients(axis, params, world.device)
 
     def _allocate_gradients(
         self, axis: Axis, parameters: Sequence[ShardedParameter], device: torch.device
     ) -> None:
         """Allocates the gradients of some parameters in one flat tensor, aligned, with zeros in between."""
         with torch.no_grad():
-            local: list[Tensor] = [cast(Any, held.parameter).to_local() for held in parameters]
+            local: list[Tensor] = [cast(Any, param.parameter).to_local() for param in parameters]
         ends = list(itertools.accumulate(align_up(values.numel()) for values in local))
         flat = self.flat[axis] = torch.zeros(ends[-1], dtype=torch.float32, device=device)
-        for held, values, end in zip(parameters, local, ends):
+        for param, values, end in zip(parameters, local, ends):
             room = align_up(values.numel())
             gradients = flat[end - room : end - room + values.numel()].view(values.shape)
-            parameter: Any = held.parameter
+            parameter: Any = param.parameter
             mesh = parameter.device_mesh
             options = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
             # Torch accumulates into an existing gradient, so this one stays in place.
             parameter.grad = DTensor.from_local(gradients, mesh, parameter.placements, **options)
             start, _ = shard_bounds(tuple(parameter.shape), mesh.get_local_rank(), mesh.size())
-            self.shards.append(Zero3Shard(held, start, values, gradients))
+            self.shards.append(Zero3Shard(param, start, values, gradients))
 
     def begin_backward(self, last: bool) -> None:
         """Called before a backward. After the `last` one of a step the rest of the stage is freed too."""
@@ -148,33 +150,35 @@ class ShardedStage:
         for unit in self.units:
             unit.unshard()
             for shard in self.shards:
-                parameter = self.stage.get_parameter(shard.held.name)
+                parameter = self.stage.get_parameter(shard.param.name)
                 if not isinstance(parameter, DTensor):
                     values = parameter.detach().flatten().clone()
-                    yield from (fragment for _, fragment in fragments_of(shard.held, values))
+                    yield from (fragment for _, fragment in fragments_of(shard.param, values))
             unit.reshard()
 
 
-def _units(stage: nn.Module, copies: dict[str, Axis]) -> Iterator[tuple[str, nn.Module]]:
+def _units(stage: nn.Module, replica_axes: dict[str, Axis]) -> Iterator[tuple[str, nn.Module]]:
     """Yields the units of a stage, inner ones first: experts, layers (in a ModuleDict), the stage."""
     for path, module in stage.named_modules():
         if not isinstance(module, nn.ModuleDict):
             continue
         for name, layer in module.items():
             whole = f"{path}.{name}"
-            yield from _expert_units(whole, layer, copies)
+            yield from _expert_units(whole, layer, replica_axes)
             yield whole, layer
     yield "", stage
 
 
-def _expert_units(path: str, module: nn.Module, copies: dict[str, Axis]) -> Iterator[tuple[str, nn.Module]]:
+def _expert_units(
+    path: str, module: nn.Module, replica_axes: dict[str, Axis]
+) -> Iterator[tuple[str, nn.Module]]:
     """Yields the largest submodules whose parameters all have other replicas than dense parameters."""
-    axes = {axis for name, axis in copies.items() if name.startswith(f"{path}.")}
+    axes = {axis for name, axis in replica_axes.items() if name.startswith(f"{path}.")}
     if axes and "replicas" not in axes:
         yield path, module
     elif axes - {"replicas"}:
         for name, child in module.named_children():
-            yield from _expert_units(f"{path}.{name}", child, copies)
+            yield from _expert_units(f"{path}.{name}", child, replica_axes)
 
 
 def _shard_unit(module: nn.Module, mesh: DeviceMesh, dtype: torch.dtype, keep: bool) -> FSDPModule:
@@ -221,7 +225,7 @@ def _mesh(world: World, axis: Axis) -> DeviceMesh:
     process_group = world.group(SHARD_AXES[axis][0]).process_group
     if process_group is None:
         # The mesh needs a process group even for one rank.
-        process_group = dist.new_group([world.everyone.rank], use_local_synchronization=True)
+        process_group = dist.new_group([world.all_ranks.rank], use_local_synchronization=True)
     return DeviceMesh.from_group(process_group, world.device.type)
 
 

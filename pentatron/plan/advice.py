@@ -6,7 +6,7 @@ from typing import Any
 from pentatron.plan.activations import layer_activations
 from pentatron.plan.memory import RankMemory, peak_rank_memory
 from pentatron.plan.search import Layout, Search, usable_memory
-from pentatron.plan.shape import FP32, Shape, with_values
+from pentatron.plan.sizes import FP32, PlanSizes, with_values
 from pentatron.plan.static_memory import on_one_process, state_values, total_parameters
 from pentatron.settings.settings import Settings
 from pentatron.text import binary_size, divisors
@@ -18,20 +18,22 @@ _DEEP = 30
 def by_expert_size(layout: Layout) -> list[tuple[int, int, int]]:
     """Returns, for every possible expert-parallel size, the bytes per device and those of its experts'
     weights; all other settings are unchanged."""
-    shape = layout.shape
-    ranks = shape.grid.stage_size // shape.grid.expert_tensor
-    sizes = [size for size in divisors(shape.config.moe.num_experts or 0) if ranks % size == 0]
-    configs = [with_values(shape.config, expert_model_parallel_size=size) for size in sizes]
-    shapes = [Shape(config, shape.on_gpu) for config in configs]
-    return [(size, peak_rank_memory(s).total, _experts_weights(s)) for size, s in zip(sizes, shapes)]
+    sizes = layout.sizes
+    ranks = sizes.grid.stage_size // sizes.grid.expert_tensor
+    expert_sizes = [size for size in divisors(sizes.config.moe.num_experts or 0) if ranks % size == 0]
+    configs = [with_values(sizes.config, expert_model_parallel_size=size) for size in expert_sizes]
+    planned = [PlanSizes(config, sizes.on_gpu) for config in configs]
+    return [(size, peak_rank_memory(s).total, _experts_weights(s)) for size, s in zip(expert_sizes, planned)]
 
 
-def _experts_weights(shape: Shape) -> int:
+def _experts_weights(sizes: PlanSizes) -> int:
     """Returns the bytes of experts' weights on the pipeline rank that has most."""
-    expert = sum(p.elements for p in shape.parameters.experts.parameters)
-    parts = [shape.parts(rank).values() for rank in range(shape.grid.pipeline)]
-    layers = max(sum(len(shape.sparse_layers.intersection(part.layers)) for part in held) for held in parts)
-    return shape.width * expert * layers
+    expert = sum(p.elements for p in sizes.parameters.experts.parameters)
+    parts = [sizes.parts(rank).values() for rank in range(sizes.grid.pipeline)]
+    layers = max(
+        sum(len(sizes.sparse_layers.intersection(part.layers)) for part in stages) for stages in parts
+    )
+    return sizes.element_bytes * expert * layers
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ TABLE_3D = (
     SuggestedLayout(13, 30, 32, 4, 4, 2),
     SuggestedLayout(30, 70, 64, 8, 4, 2),
 )
-SETS = {
+SUGGESTED_BY_SIZE = {
     "small": SuggestedLayout(0, 1, 4, 1, 1, 4),
     "medium": SuggestedLayout(1, 10, 8, 2, 2, 2),
     "large": SuggestedLayout(10, 100, 64, 8, 4, 2),
@@ -73,7 +75,7 @@ SETS = {
 
 # Ranges of published models in billion parameters.
 BY_FAMILY = (
-    (5, 15, "TP 1-2, PP 1, DP as many as there are, 8 GPUs or more"),
+    (5, 15, "TP 1-2, PP 1, DP over the other GPUs, 8 GPUs or more"),
     (25, 40, "TP 4-8, PP 1-2, 32 GPUs or more"),
     (65, 80, "TP 8, PP 2-4, 64 GPUs or more"),
     (300, 500, "TP 8, PP 8-16, 512 GPUs or more"),
@@ -82,12 +84,12 @@ BY_FAMILY = (
 # Costs and savings of each axis and of each ZeRO stage.
 TRADE_OFFS = {
     "data": "simple; every GPU holds the whole model; little traffic, no memory saved",
-    "ZeRO 1": "divides the optimizer's state over the data-parallel ranks at no extra traffic",
-    "ZeRO 2": "divides gradients too: medium traffic, medium saving",
-    "ZeRO 3": "divides weights too: high traffic, very high saving",
+    "ZeRO 1": "shards the optimizer state over the data-parallel ranks; no extra traffic",
+    "ZeRO 2": "shards gradients too: medium traffic, medium saving",
+    "ZeRO 3": "shards weights too: high traffic, very high saving",
     "tensor": "for huge layers: traffic in every layer, so inside a machine; high saving",
     "pipeline": "divides the layers: little traffic, but ranks wait in the bubble; high saving",
-    "context": "divides every sequence: for long ones; saves activations only",
+    "context": "shards every sequence, for long sequences; saves activations only",
     "expert": "divides the experts: tokens are exchanged; high saving if most weights are experts'",
 }
 
@@ -111,12 +113,12 @@ class Advice:
 
 def advise(search: Search, base: Layout, layouts: list[Layout]) -> Advice:
     """Answers the decision tree. `base` is any layout of the model; `layouts` is the result of the search."""
-    shape = base.shape
-    parameters, _ = total_parameters(shape)
-    single, room = _alone(search, shape), usable_memory(search.device)
-    undivided = [layout for layout in layouts if layout.shape.grid.tensor * layout.shape.grid.pipeline == 1]
+    sizes = base.sizes
+    parameters, _ = total_parameters(sizes)
+    single, room = _on_one_gpu(search, sizes), usable_memory(search.device)
+    undivided = [layout for layout in layouts if layout.sizes.grid.tensor * layout.sizes.grid.pipeline == 1]
     fitting = [layout for layout in undivided if layout.fits]
-    layer_bytes, depth = _layer_bytes(single), shape.config.model.num_layers
+    layer_bytes, depth = _layer_bytes(single), sizes.config.model.num_layers
     fits, must = ("yes", "is not required") if layer_bytes < room else ("no", "is required")
     layer = f"{fits}, it takes {binary_size(layer_bytes)}: tensor parallelism {must}"
     deep = f"yes, {depth} layers: consider pipeline parallelism" if depth > _DEEP else f"no, {depth} layers"
@@ -126,26 +128,26 @@ def advise(search: Search, base: Layout, layouts: list[Layout]) -> Advice:
         Answer(f"Is it deep (more than {_DEEP} layers)?", deep),
     )
     tables = [f"3D table: {row.in_words()}" for row in TABLE_3D if row.covers(parameters)]
-    sets = [(name, row) for name, row in SETS.items() if row.covers(parameters)]
+    sets = [(name, row) for name, row in SUGGESTED_BY_SIZE.items() if row.covers(parameters)]
     tables += [f"suggested sets, {name}: {row.in_words()}" for name, row in sets]
     size = parameters / BILLION
     tables += [f"table by model: {text}" for low, high, text in BY_FAMILY if low <= size < high]
     return Advice(tree, _combination(layouts), tuple(tables))
 
 
-def _alone(search: Search, shape: Shape) -> Shape:
+def _on_one_gpu(search: Search, sizes: PlanSizes) -> PlanSizes:
     """Returns the model on one GPU, with only those memory savings that the user requested."""
-    single, requested = on_one_process(shape), Settings.defaults(**search.kept)
+    single, requested = on_one_process(sizes), Settings.defaults(**search.kept)
     values: dict[str, Any] = {} if "recompute_granularity" in search.kept else {"recompute_granularity": None}
     values |= {"optimizer_cpu_offload": requested.optimizer_cpu_offload}
     values |= {"micro_batch_size": requested.micro_batch_size or 1}
-    return Shape(with_values(single.config, **values), single.on_gpu)
+    return PlanSizes(with_values(single.config, **values), single.on_gpu)
 
 
 def _fits_one(unaided: RankMemory, room: float, fitting: list[Layout], world: int) -> str:
     """Answers the first question; `fitting` are the layouts without tensor and pipeline parallelism that
     fit."""
-    static = unaided.held.on_device
+    static = unaided.static.on_device
     passing = f"activations and buffers of a micro-batch {binary_size(unaided.total - static)}"
     needed = f"weights, gradients and optimizer take {binary_size(static)}, {passing}"
     if unaided.total <= room:
@@ -154,26 +156,28 @@ def _fits_one(unaided: RankMemory, room: float, fitting: list[Layout], world: in
         ways = [f"data parallelism with ZeRO over {world} GPUs"] if world > 1 else []
         if all(layout.config.memory.recompute_granularity for layout in fitting):
             ways.append("recompute")
-        if all(layout.shape.decisions.optimizer.in_host_memory for layout in fitting):
+        if all(layout.sizes.decisions.optimizer.in_host_memory for layout in fitting):
             ways.append("the optimizer in host memory")
-        enough = f"{' and '.join(ways) or 'what is asked for'} {'are' if len(ways) > 1 else 'is'} enough"
+        enough = f"{' and '.join(ways) or 'the requested settings'} {'are' if len(ways) > 1 else 'is'} enough"
         return f"no, {needed}; but {enough}"
     if static <= room:
         return f"no, {needed}: smaller micro-batches (--micro-batch-size), recompute or a division of the model will help"
     return f"no, {needed}: the model must be divided"
 
 
-def _layer_bytes(single: Shape) -> int:
+def _layer_bytes(single: PlanSizes) -> int:
     """Returns the bytes of the largest layer, undivided, with the activations of a micro-batch."""
     sparse = bool(single.sparse_layers)
     parameters = sum(p.elements for p in single.parameters.layer(min(single.sparse_layers) if sparse else 0))
     # Weights, gradients, master weights unless the weights are fp32, and optimizer state.
-    parameter_bytes = single.width + FP32 * (1 + (single.width != FP32) + state_values(single))
+    parameter_bytes = single.element_bytes + FP32 * (
+        1 + (single.element_bytes != FP32) + state_values(single)
+    )
     return parameter_bytes * parameters + layer_activations(single, sparse, frozenset())
 
 
 def _combination(layouts: list[Layout]) -> str:
-    grid = next((layout.shape.grid for layout in layouts if layout.fits), None)
+    grid = next((layout.sizes.grid for layout in layouts if layout.fits), None)
     if grid is None:
         return ""
     sizes = {"DP": grid.data, "TP": grid.tensor, "PP": grid.pipeline, "CP": grid.context, "EP": grid.expert}

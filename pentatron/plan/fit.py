@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pentatron.plan.memory import RankMemory, memory_of
-from pentatron.plan.shape import with_values
+from pentatron.plan.sizes import with_values
 from pentatron.plan.static_memory import StaticMemory
 from pentatron.settings.run_config import RunConfig
 from pentatron.text import binary_size, in_mib
@@ -28,14 +28,14 @@ class AvailableMemory:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FitVerdict:
     """Result of a memory check: a message for the user. `impossible`: not even the static memory fits."""
 
     sentence: str
     impossible: bool
 
 
-def check_device_memory(config: RunConfig, pipeline_rank: int, room: AvailableMemory) -> Verdict | None:
+def check_device_memory(config: RunConfig, pipeline_rank: int, room: AvailableMemory) -> FitVerdict | None:
     """Checks the memory of a pipeline rank; returns None if it fits.
 
     The run is impossible if the static memory of any rank exceeds the total memory.
@@ -45,7 +45,7 @@ def check_device_memory(config: RunConfig, pipeline_rank: int, room: AvailableMe
     impossible = _static_memory(planned, room) > room.total
     planned = planned if impossible else ranks[pipeline_rank]
     static = _static_memory(planned, room)
-    needed = planned.total - planned.held.on_device + static
+    needed = planned.total - planned.static.on_device + static
     if needed <= _TIGHT * room.free:
         return None
     # Custom layers of the user (--spec) may need less memory than the configured ones.
@@ -57,14 +57,16 @@ def check_device_memory(config: RunConfig, pipeline_rank: int, room: AvailableMe
     return _verdict(impossible, f"{why}, and a process has {has} ({parts}); {remedies(config, planned)}")
 
 
-def _verdict(impossible: bool, why: str) -> Verdict:
+def _verdict(impossible: bool, why: str) -> FitVerdict:
     fits = "cannot" if impossible else "may not"
-    return Verdict(f"this run {fits} fit: {why}; `pentatron plan` lists layouts that fit", impossible)
+    return FitVerdict(f"this run {fits} fit: {why}; `pentatron plan` lists layouts that fit", impossible)
 
 
-def check_host_memory(config: RunConfig, room: AvailableMemory) -> Verdict | None:
+def check_host_memory(config: RunConfig, room: AvailableMemory) -> FitVerdict | None:
     """Checks the host memory of processes that compute on GPUs; returns None if it fits."""
-    static = max((rank.held for rank in memory_of(config, on_gpu=True).ranks), key=lambda each: each.in_host)
+    static = max(
+        (rank.static for rank in memory_of(config, on_gpu=True).ranks), key=lambda each: each.in_host
+    )
     needed = static.in_host
     if needed <= _TIGHT * room.free:
         return None
@@ -77,24 +79,24 @@ def check_host_memory(config: RunConfig, room: AvailableMemory) -> Verdict | Non
     return _verdict(impossible, f"{why}, and a process has {has}; try {', '.join(ways)}")
 
 
-def _in_host(held: StaticMemory) -> Iterator[str]:
-    if held.host:
-        yield f"--optimizer-cpu-offload keeps {binary_size(held.host)} of master weights and moments"
-    if held.async_save_copy:
-        yield f"--async-save {'' if held.host else 'keeps '}a copy of {binary_size(held.async_save_copy)} to write from"
+def _in_host(static: StaticMemory) -> Iterator[str]:
+    if static.host:
+        yield f"--optimizer-cpu-offload keeps {binary_size(static.host)} of master weights and moments"
+    if static.async_save_copy:
+        yield f"--async-save {'' if static.host else 'keeps '}a copy of {binary_size(static.async_save_copy)} to write from"
 
 
 def _static_memory(planned: RankMemory, room: AvailableMemory) -> int:
     """Returns the static memory in this kind of memory."""
-    return planned.held.on_device + (planned.held.in_host if room.kind == "host" else 0)
+    return planned.static.on_device + (planned.static.in_host if room.kind == "host" else 0)
 
 
 def format_parts(planned: RankMemory) -> str:
     """Formats the parts of a rank's memory that are not zero."""
     parts = {
-        "weights": planned.held.weights,
-        "gradients": planned.held.gradients,
-        "optimizer": planned.held.optimizer,
+        "weights": planned.static.weights,
+        "gradients": planned.static.gradients,
+        "optimizer": planned.static.optimizer,
         "activations": planned.activations + planned.logits,
         "buffers and working space": planned.buffers + planned.working,
         "beside CUDA graphs": planned.graphs,
@@ -124,7 +126,7 @@ def out_of_memory(config: RunConfig, rank: int, reason: str, kind: str, has_grap
 def remedies(config: RunConfig, planned: RankMemory, has_graphs: bool = False) -> str:
     """Lists the flags that would lower the memory of a rank and are not set yet, the most effective first."""
     ways = [_activation_remedies(config), _static_remedies(config)]
-    if planned.held.on_device > planned.activations + planned.logits + planned.working:
+    if planned.static.on_device > planned.activations + planned.logits + planned.working:
         ways.reverse()
     first = ["--cuda-graphs off"] if planned.graphs or has_graphs else []
     model = config.model
@@ -179,7 +181,7 @@ def megatron_estimate(config: RunConfig, micro_batches: int | None = None) -> Me
     steps = config.accumulation if micro_batches is None else micro_batches
     tensor, ranks, virtual = parallel.tensor_model_parallel_size, config.grid.pipeline, config.virtual_stages
     hidden_states = model.seq_length * config.train.micro_batch_size * model.hidden_size
-    words = model.padded_vocab_size / model.hidden_size
+    vocab_ratio = model.padded_vocab_size / model.hidden_size
     with_sequence = parallel.sequence_parallel and config.memory.recompute_granularity == "selective"
     layer = 18 + 4 * model.ffn_hidden_size / model.hidden_size if with_sequence else 10 + 24 / tensor
     # Of all micro-batches in the pipeline, with the embedding's input and dropout.
@@ -187,15 +189,17 @@ def megatron_estimate(config: RunConfig, micro_batches: int | None = None) -> Me
     activation += (8 * hidden_states / model.hidden_size + hidden_states) * ranks
     activation *= 1 + (ranks - 1) / (ranks * virtual) if virtual > 1 else min(1, steps / ranks)
     if ranks == 1:
-        activation += hidden_states * (4 * (1 + words) if with_sequence else 2 * (words / tensor + 1))
+        activation += hidden_states * (
+            4 * (1 + vocab_ratio) if with_sequence else 2 * (vocab_ratio / tensor + 1)
+        )
     activation = activation / tensor if with_sequence else _ALLOWANCE * activation
     return MegatronEstimate(_weight_and_optimizer(config), activation)
 
 
 def megatron_estimate_line(config: RunConfig, micro_batches: int | None = None) -> str:
     """Formats the line that Megatron-LM prints after its first iterations."""
-    held, activation = megatron_estimate(config, micro_batches)
-    parts = {"weight and optimizer": held, "activation": activation, "total": held + activation}
+    static, activation = megatron_estimate(config, micro_batches)
+    parts = {"weight and optimizer": static, "activation": activation, "total": static + activation}
     shown = ", ".join(f"{name}={in_mib(count, '.2f')} MB" for name, count in parts.items())
     return f"Theoretical memory footprints: {shown}"
 

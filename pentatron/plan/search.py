@@ -10,15 +10,15 @@ from typing import Any
 
 from pentatron.devices import GIB, Device
 from pentatron.errors import ConfigError
-from pentatron.plan.memory import Memory, RankMemory, memory_of_shape, peak_rank_memory
-from pentatron.plan.shape import Shape, with_values
+from pentatron.plan.memory import Memory, RankMemory, memory_of_sizes, peak_rank_memory
+from pentatron.plan.sizes import PlanSizes, with_values
 from pentatron.plan.static_memory import static_memory_of
 from pentatron.plan.timing import EFFICIENCY, Estimate, estimate
 from pentatron.settings.decision_types import DeviceFacts
 from pentatron.settings.decisions import decide
 from pentatron.settings.resolve import resolve
-from pentatron.settings.run_config import RunConfig, table
-from pentatron.settings.settings import Draft, Facts, Settings
+from pentatron.settings.run_config import RunConfig, all_settings
+from pentatron.settings.settings import Draft, ProcessFacts, Settings
 from pentatron.text import divisors
 
 _CHOSEN = "chosen by pentatron plan"
@@ -72,25 +72,25 @@ class Layout:
     `settings` are those the search chose, as far as they differ from the defaults.
     """
 
-    shape: Shape
+    sizes: PlanSizes
     settings: Mapping[str, Any]
     search: "Search"
 
     @property
     def config(self) -> RunConfig:
-        return self.shape.config
+        return self.sizes.config
 
     @cached_property
     def memory(self) -> Memory:
-        return memory_of_shape(self.shape)
+        return memory_of_sizes(self.sizes)
 
     @cached_property
     def largest(self) -> RankMemory:
-        return peak_rank_memory(self.shape)
+        return peak_rank_memory(self.sizes)
 
     @cached_property
     def estimate(self) -> Estimate:
-        return estimate(self.shape, self.search.device, self.search.per_machine, self.search.efficiency)
+        return estimate(self.sizes, self.search.device, self.search.per_machine, self.search.efficiency)
 
     @cached_property
     def fits(self) -> bool:
@@ -101,19 +101,19 @@ class Layout:
         """The memory of the rank with CUDA graphs, if `--cuda-graphs auto` would capture its micro-batches
         and there is room for them."""
         device = self.search.device
-        facts = DeviceFacts("cuda", peak=device.peak(self.shape.width) / 1e12)
+        facts = DeviceFacts("cuda", peak=device.peak(self.sizes.element_bytes) / 1e12)
         if not device.is_gpu or not decide(self.config, facts).graphs.if_memory_allows:
             return None
-        memory = peak_rank_memory(self.shape.with_config(with_values(self.config, cuda_graphs="on")))
+        memory = peak_rank_memory(self.sizes.with_config(with_values(self.config, cuda_graphs="on")))
         return memory if memory.total <= usable_memory(device) else None
 
     @property
     def machine_host_bytes(self) -> int:
         """Host memory in bytes that the processes of one machine need."""
-        if not (self.shape.decisions.optimizer.in_host_memory or self.config.checkpoint.async_save):
+        if not (self.sizes.decisions.optimizer.in_host_memory or self.config.checkpoint.async_save):
             return 0
-        largest = max(static_memory_of(self.shape, rank).in_host for rank in self.shape.representative_ranks)
-        return largest * min(self.search.per_machine, self.shape.grid.world_size)
+        largest = max(static_memory_of(self.sizes, rank).in_host for rank in self.sizes.representative_ranks)
+        return largest * min(self.search.per_machine, self.sizes.grid.world_size)
 
     @property
     def lacks_host_memory(self) -> bool:
@@ -143,17 +143,17 @@ class Search:
         return {name: getattr(self.draft, name) for name in EXECUTION_SETTINGS if self.draft.given(name)}
 
     @property
-    def facts(self) -> Facts:
-        return Facts(self.world, min(self.world, self.per_machine))
+    def facts(self) -> ProcessFacts:
+        return ProcessFacts(self.world, min(self.world, self.per_machine))
 
-    def as_given(self) -> Layout:
+    def given_layout(self) -> Layout:
         """Returns the layout that the user wrote, completed as for training."""
         draft = self.draft.copy()
         if self.free_batch and not draft.given("micro_batch_size"):
             draft.assign(f"file {_CHOSEN}", micro_batch_size=1)
-        config = resolve(draft, self.facts, built_only=False).config
+        config = resolve(draft, self.facts, refuse_unimplemented=False).config
         given = {name: getattr(draft, name) for name in LAYOUT_SETTINGS if draft.given(name)}
-        return Layout(Shape(config, self.device.is_gpu), given, self)
+        return Layout(PlanSizes(config, self.device.is_gpu), given, self)
 
     def layouts(self) -> list[Layout]:
         """Returns the best layout of every division: those that fit, fastest first, then the others, smallest
@@ -189,8 +189,8 @@ class Search:
         layers = self.draft.num_layers // pipeline
         layouts: list[Layout] = []
         for virtual in [v for v in (1, 2, 4) if v == 1 or (pipeline > 1 and layers >= v)]:
-            sizes = zip(_SIZES, (tensor, pipeline, context, expert, virtual))
-            chosen: dict[str, Any] = {name: size for name, size in sizes if size != 1}
+            axes = zip(_SIZES, (tensor, pipeline, context, expert, virtual))
+            chosen: dict[str, Any] = {name: size for name, size in axes if size != 1}
             if tensor > 1:
                 chosen["sequence_parallel"] = True
                 chosen |= {"expert_tensor_parallel_size": 1} if self.draft.num_experts else {}
@@ -199,9 +199,9 @@ class Search:
             chosen = {**chosen, "micro_batch_size": 1, **self.kept}
             if (config := self._resolved(chosen)) is None:
                 continue
-            shape = Shape(config, self.device.is_gpu)
+            sizes = PlanSizes(config, self.device.is_gpu)
             for micro in self._micro_batches(config):
-                layouts.append(self._first_that_fits(shape, chosen, micro))
+                layouts.append(self._first_that_fits(sizes, chosen, micro))
                 if not layouts[-1].fits:
                     # Larger micro-batches do not fit either.
                     break
@@ -210,11 +210,11 @@ class Search:
     def _resolved(self, settings: Mapping[str, Any]) -> RunConfig | None:
         """Returns the configuration with these settings of a layout; None if the rules refuse it."""
         draft = self.draft.copy()
-        defaults = {name: table()[name].default for name in LAYOUT_SETTINGS if name not in self.kept}
+        defaults = {name: all_settings()[name].default for name in LAYOUT_SETTINGS if name not in self.kept}
         draft.assign("default", **defaults)
         draft.assign(f"file {_CHOSEN}", **settings)
         try:
-            return resolve(draft, self.facts, built_only=False).config
+            return resolve(draft, self.facts, refuse_unimplemented=False).config
         except (ConfigError, ValueError):
             return None
 
@@ -226,7 +226,7 @@ class Search:
         sizes = [n for n in _MICRO_BATCHES if n == 1 or n * length <= _ENOUGH_TOKENS]
         return [n for n in sizes if samples % n == 0 and (ranks == 1 or samples // n >= ranks)] or [1]
 
-    def _first_that_fits(self, base: Shape, chosen: Mapping[str, Any], micro: int) -> Layout:
+    def _first_that_fits(self, base: PlanSizes, chosen: Mapping[str, Any], micro: int) -> Layout:
         """Returns the layout with the fastest remedy that makes it fit, or the smallest layout if none
         does."""
         layouts: list[Layout] = []
@@ -267,8 +267,8 @@ def _sort_key(layout: Layout) -> tuple[float, ...]:
     """Sort key of a layout; smaller is better."""
     if not layout.fits:
         return 1.0, layout.largest.total
-    offloads = float(layout.shape.decisions.optimizer.in_host_memory)
-    return 0.0, offloads, round(layout.estimate.seconds, 4), layout.shape.grid.model_size
+    offloads = float(layout.sizes.decisions.optimizer.in_host_memory)
+    return 0.0, offloads, round(layout.estimate.seconds, 4), layout.sizes.grid.model_size
 
 
 def _changed(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:

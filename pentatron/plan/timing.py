@@ -17,9 +17,9 @@ from pentatron.devices import Device
 from pentatron.layout.check import check
 from pentatron.layout.ranks import Axis
 from pentatron.layout.stages import StagePart
-from pentatron.plan.shape import FP32, Shape
+from pentatron.plan.sizes import FP32, PlanSizes
 from pentatron.plan.static_memory import buckets, shards_parameters
-from pentatron.settings.parameters import attention_sizes, costs_of, matrices_per_mlp, step_flops
+from pentatron.settings.model_sizes import attention_sizes, costs_of, matrices_per_mlp, step_flops
 
 EFFICIENCY = 0.5
 # With this many rows or columns, matmuls reach half of that efficiency.
@@ -44,15 +44,15 @@ class Traffic:
         return sum(getattr(self, f.name) for f in fields(self))
 
 
-def rank_traffic(shape: Shape, rank: int) -> Traffic:
+def rank_traffic(sizes: PlanSizes, rank: int) -> Traffic:
     """Returns the traffic of a pipeline rank in one step."""
-    parts, steps = shape.parts(rank), shape.accumulation
+    parts, steps = sizes.parts(rank), sizes.accumulation
     return Traffic(
-        tensor=steps * _tensor(shape, parts),
-        context=steps * sum(_context(shape, part) for part in parts.values()),
-        pipeline=_pipeline(shape, rank, parts),
-        data=_data(shape, rank, parts),
-        expert=steps * sum(_expert(shape, part) for part in parts.values()),
+        tensor=steps * _tensor(sizes, parts),
+        context=steps * sum(_context(sizes, part) for part in parts.values()),
+        pipeline=_pipeline(sizes, rank, parts),
+        data=_data(sizes, rank, parts),
+        expert=steps * sum(_expert(sizes, part) for part in parts.values()),
     )
 
 
@@ -60,112 +60,114 @@ def _ring(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _tensor(shape: Shape, parts: Mapping[int, StagePart]) -> float:
+def _tensor(sizes: PlanSizes, parts: Mapping[int, StagePart]) -> float:
     """Returns the bytes of tensor parallelism in a micro-batch: hidden states enter and leave every
     sharded block in forward and backward; the loss all-reduces three fp32 values per token."""
-    if shape.grid.tensor == 1:
+    if sizes.grid.tensor == 1:
         return 0.0
-    ring, crossings = _ring(shape.grid.tensor), 0.0
+    ring, crossings = _ring(sizes.grid.tensor), 0.0
     for part in parts.values():
         crossings += 2 * (part.embedding + part.head)
         # In units of half an all-reduce: attention and a dense or shared MLP have two each in forward, and in
         # backward.
-        dense = sum(n not in shape.sparse_layers or bool(shape.shared_inner) for n in part.layers)
-        crossings += 4 * (len(part.layers) + dense) + _recomputed_crossings(shape, part)
-    loss = any(part.head for part in parts.values()) * 3 * FP32 * shape.tokens * 2 * ring
-    return crossings * shape.width * shape.tokens * shape.hidden * ring + loss
+        dense = sum(n not in sizes.sparse_layers or bool(sizes.shared_inner) for n in part.layers)
+        crossings += 4 * (len(part.layers) + dense) + _recomputed_crossings(sizes, part)
+    loss = any(part.head for part in parts.values()) * 3 * FP32 * sizes.tokens * 2 * ring
+    return crossings * sizes.element_bytes * sizes.tokens * sizes.hidden * ring + loss
 
 
-def _recomputed_crossings(shape: Shape, part: StagePart) -> float:
+def _recomputed_crossings(sizes: PlanSizes, part: StagePart) -> float:
     """Returns the crossings that recompute repeats: without sequence parallelism only leaving a block
     communicates, with it entering one as well. The output of the last layer of a recomputed run is not
     needed."""
-    sp = shape.sequence_parallel
-    if "mlp" in shape.recomputed_modules:
+    sp = sizes.sequence_parallel
+    if "mlp" in sizes.recomputed_modules:
         return len(part.layers) if sp else 0
-    runs = shape.config.recomputed(part)
+    runs = sizes.config.recomputed(part)
     covered = sum(map(len, runs))
-    leaving = 2 * covered - (len(runs) if not shape.config.model.hidden_dropout else 0)
+    leaving = 2 * covered - (len(runs) if not sizes.config.model.hidden_dropout else 0)
     return 2 * covered + leaving if sp else 2 * leaving
 
 
-def _context(shape: Shape, part: StagePart) -> float:
+def _context(sizes: PlanSizes, part: StagePart) -> float:
     """Returns the bytes of context parallelism in a micro-batch: keys and values, and their gradients in
     fp32."""
-    ranks, layers = shape.grid.context, len(part.layers)
+    ranks, layers = sizes.grid.context, len(part.layers)
     if ranks == 1:
         return 0.0
-    recomputed = sum(map(len, shape.config.recomputed(part)))
-    forwards = 2 * layers + (layers if "core_attn" in shape.recomputed_modules else recomputed)
-    keys_values = 2 * shape.tokens * shape.keys
-    match shape.config.parallel.cp_comm_type:
+    recomputed = sum(map(len, sizes.config.recomputed(part)))
+    forwards = 2 * layers + (layers if "core_attn" in sizes.recomputed_modules else recomputed)
+    keys_values = 2 * sizes.tokens * sizes.keys
+    match sizes.config.parallel.cp_comm_type:
         case "p2p":
-            return keys_values * ((ranks - 1) * shape.width * forwards + ranks * FP32 * layers)
+            return keys_values * ((ranks - 1) * sizes.element_bytes * forwards + ranks * FP32 * layers)
         case "a2a":
-            keys = max(shape.keys, shape.head * ranks // shape.heads)
-            return shape.width * shape.tokens * (2 * shape.queries + 2 * keys) * _ring(ranks) * forwards
+            keys = max(sizes.keys, sizes.head * ranks // sizes.heads)
+            return (
+                sizes.element_bytes * sizes.tokens * (2 * sizes.queries + 2 * keys) * _ring(ranks) * forwards
+            )
         case _:
-            return ranks * keys_values * _ring(ranks) * (shape.width * forwards + FP32 * layers)
+            return ranks * keys_values * _ring(ranks) * (sizes.element_bytes * forwards + FP32 * layers)
 
 
-def _pipeline(shape: Shape, rank: int, parts: Mapping[int, StagePart]) -> float:
+def _pipeline(sizes: PlanSizes, rank: int, parts: Mapping[int, StagePart]) -> float:
     """Returns the bytes of activations to the next rank and of gradients to the previous one, and of a tied
     embedding's gradient."""
-    rank_of, steps = shape.placement.rank_of, shape.accumulation
-    if shape.grid.pipeline == 1:
+    rank_of, steps = sizes.placement.rank_of, sizes.accumulation
+    if sizes.grid.pipeline == 1:
         return 0.0
     neighbours = [stage for number in parts for stage in (number - 1, number + 1)]
     boundaries = sum(0 <= stage < len(rank_of) and rank_of[stage] != rank for stage in neighbours)
     ends = [part.embedding or part.head for part in parts.values()]
-    is_split = shape.tied and rank_of[0] != rank_of[-1] and any(ends)
-    table = FP32 * shape.words * shape.hidden if is_split else 0
-    shards = shape.ranks("replicas") if shape.config.parallel.zero_stage else 1
-    return float(boundaries * steps * shape.hidden_states + table // shards)
+    is_split = sizes.tied and rank_of[0] != rank_of[-1] and any(ends)
+    table = FP32 * sizes.local_vocab_size * sizes.hidden if is_split else 0
+    shards = sizes.ranks("replicas") if sizes.config.parallel.zero_stage else 1
+    return float(boundaries * steps * sizes.hidden_states + table // shards)
 
 
-def _data(shape: Shape, rank: int, parts: Mapping[int, StagePart]) -> float:
+def _data(sizes: PlanSizes, rank: int, parts: Mapping[int, StagePart]) -> float:
     """Returns the bytes of data parallelism: fp32 gradients and updated weights. ZeRO 2 reduce-scatters in
     every backward, and ZeRO 3 also all-gathers in every pass."""
-    if shards_parameters(shape):
-        return _zero3(shape, parts)
-    stage, total = shape.config.parallel.zero_stage, 0.0
-    for stages, axis, size in buckets(shape, rank):
-        ring = _ring(shape.ranks(axis))
+    if shards_parameters(sizes):
+        return _zero3(sizes, parts)
+    stage, total = sizes.config.parallel.zero_stage, 0.0
+    for stages, axis, size in buckets(sizes, rank):
+        ring = _ring(sizes.ranks(axis))
         if stage == 0:
             total += 2 * ring * FP32 * size
         else:
-            passes = shape.accumulation if stage == 2 and len(stages) == 1 else 1
-            total += ring * size * (FP32 * passes + shape.width)
+            passes = sizes.accumulation if stage == 2 and len(stages) == 1 else 1
+            total += ring * size * (FP32 * passes + sizes.element_bytes)
     return total
 
 
-def _zero3(shape: Shape, parts: Mapping[int, StagePart]) -> float:
-    steps, instances, total = shape.accumulation, shape.grid.instances, 0.0
+def _zero3(sizes: PlanSizes, parts: Mapping[int, StagePart]) -> float:
+    steps, instances, total = sizes.accumulation, sizes.grid.instances, 0.0
     axes: tuple[Axis, ...] = ("replicas", "expert_data")
     for part in parts.values():
-        layers = [p for number in part.layers for p in shape.parameters.layer(number)]
+        layers = [p for number in part.layers for p in sizes.parameters.layer(number)]
         for axis in axes:
-            in_layers = sum(p.elements for p in layers if p.copies == axis)
-            elements = sum(p.elements for p in shape.parameters.stage(part) if p.copies == axis)
-            ranks = max(1, shape.ranks(axis) // instances)
+            in_layers = sum(p.elements for p in layers if p.replica_axis == axis)
+            elements = sum(p.elements for p in sizes.parameters.stage(part) if p.replica_axis == axis)
+            ranks = max(1, sizes.ranks(axis) // instances)
             gathered = 2 * steps * in_layers + (elements - in_layers)
-            total += _ring(ranks) * (shape.width * gathered + FP32 * steps * elements)
+            total += _ring(ranks) * (sizes.element_bytes * gathered + FP32 * steps * elements)
             total += 2 * _ring(instances) * FP32 * elements / ranks
     return total
 
 
-def _expert(shape: Shape, part: StagePart) -> float:
+def _expert(sizes: PlanSizes, part: StagePart) -> float:
     """Returns the bytes of expert parallelism in a micro-batch with balanced experts: dispatch, combine and
     their gradients."""
-    layers = len(shape.sparse_layers.intersection(part.layers))
-    ranks, moe = shape.grid.expert * shape.grid.expert_tensor, shape.config.moe
+    layers = len(sizes.sparse_layers.intersection(part.layers))
+    ranks, moe = sizes.grid.expert * sizes.grid.expert_tensor, sizes.config.moe
     if not layers or ranks == 1:
         return 0.0
-    runs = [part.layers] if "moe" in shape.recomputed_modules else shape.config.recomputed(part)
-    recomputed = sum(len(shape.sparse_layers.intersection(run)) for run in runs)
+    runs = [part.layers] if "moe" in sizes.recomputed_modules else sizes.config.recomputed(part)
+    recomputed = sum(len(sizes.sparse_layers.intersection(run)) for run in runs)
     alltoall = moe.moe_token_dispatcher_type == "alltoall"
-    rows = shape.rows if alltoall else ranks * shape.local_tokens
-    return (4 * layers + 2 * recomputed) * shape.width * rows * shape.hidden * _ring(ranks)
+    rows = sizes.dispatched_rows if alltoall else ranks * sizes.local_tokens
+    return (4 * layers + 2 * recomputed) * sizes.element_bytes * rows * sizes.hidden * _ring(ranks)
 
 
 @dataclass(frozen=True)
@@ -188,10 +190,10 @@ class Estimate:
         return self.computing * self.bubble / (1 - self.bubble)
 
 
-def bubble_of(shape: Shape) -> float:
+def bubble_of(sizes: PlanSizes) -> float:
     """Returns the share of time that pipeline ranks wait for others, with equal stages."""
-    config = shape.config
-    ranks, steps, virtual = shape.grid.pipeline, shape.accumulation, config.virtual_stages
+    config = sizes.config
+    ranks, steps, virtual = sizes.grid.pipeline, sizes.accumulation, config.virtual_stages
     if ranks == 1:
         return 0.0
     schedule = config.parallel.pipeline_schedule
@@ -205,32 +207,32 @@ def bubble_of(shape: Shape) -> float:
     return idle / (idle + busy * steps)
 
 
-def estimate(shape: Shape, device: Device, per_machine: int, efficiency: float = EFFICIENCY) -> Estimate:
+def estimate(sizes: PlanSizes, device: Device, per_machine: int, efficiency: float = EFFICIENCY) -> Estimate:
     """Estimates the time of a step."""
-    config, grid = shape.config, shape.grid
+    config, grid = sizes.config, sizes.grid
     flops = step_flops(config.model, config.train.global_batch_size, config.model.seq_length, config.moe)
     # Matmuls of one rank's micro-batch are smaller than those that `efficiency` is about.
-    matmuls = shape.tokens / (shape.tokens + _FEW_TOKENS) * shape.queries / (shape.queries + _NARROW)
-    rate = device.peak(shape.width) * efficiency * matmuls
-    computing = flops * _recompute_factor(shape) * _imbalance(shape) / (grid.world_size * rate)
-    by_rank = [rank_traffic(shape, rank) for rank in shape.representative_ranks]
+    matmuls = sizes.tokens / (sizes.tokens + _FEW_TOKENS) * sizes.queries / (sizes.queries + _NARROW)
+    rate = device.peak(sizes.element_bytes) * efficiency * matmuls
+    computing = flops * _recompute_factor(sizes) * _imbalance(sizes) / (grid.world_size * rate)
+    by_rank = [rank_traffic(sizes, rank) for rank in sizes.representative_ranks]
     traffic = max(by_rank, key=lambda each: each.total)
-    exposed = _exposed(shape, traffic, computing, device, per_machine)
-    return Estimate(computing, bubble_of(shape), exposed, flops, traffic)
+    exposed = _exposed(sizes, traffic, computing, device, per_machine)
+    return Estimate(computing, bubble_of(sizes), exposed, flops, traffic)
 
 
-def _recompute_factor(shape: Shape) -> float:
+def _recompute_factor(sizes: PlanSizes) -> float:
     """Returns the compute of a step relative to one without recompute."""
-    config, model, modules = shape.config, shape.config.model, shape.recomputed_modules
+    config, model, modules = sizes.config, sizes.config.model, sizes.recomputed_modules
     costs = costs_of(config.settings)
     total = model.num_layers * costs.layer + costs.head
     if config.memory.recompute_granularity == "full":
-        layers = sum(len(run) for part in shape.stages for run in config.recomputed(part))
+        layers = sum(len(run) for part in sizes.stages for run in config.recomputed(part))
         return 1 + layers * costs.layer / total / _FORWARD_AND_BACKWARD
     macs = 0.0
     if "core_attn" in modules:
         macs += model.seq_length * attention_sizes(model).linear_proj.inputs
-    matrices, sparse = matrices_per_mlp(model), len(shape.sparse_layers) / model.num_layers
+    matrices, sparse = matrices_per_mlp(model), len(sizes.sparse_layers) / model.num_layers
     if "mlp" in modules:
         macs += (1 - sparse) * matrices * model.hidden_size * model.ffn_hidden_size
     if "moe" in modules and config.moe.moe_ffn_hidden_size:
@@ -239,16 +241,18 @@ def _recompute_factor(shape: Shape) -> float:
     return 1 + model.num_layers * macs / total / _FORWARD_AND_BACKWARD
 
 
-def _imbalance(shape: Shape) -> float:
+def _imbalance(sizes: PlanSizes) -> float:
     """Returns the compute of the slowest pipeline rank relative to the mean."""
-    costs, ranks = costs_of(shape.config.settings), range(shape.placement.ranks)
-    rank_costs = [sum(map(costs.of, shape.parts(rank).values())) for rank in ranks]
+    costs, ranks = costs_of(sizes.config.settings), range(sizes.placement.ranks)
+    rank_costs = [sum(map(costs.of, sizes.parts(rank).values())) for rank in ranks]
     return max(rank_costs) * len(rank_costs) / sum(rank_costs)
 
 
-def _exposed(shape: Shape, traffic: Traffic, computing: float, device: Device, per_machine: int) -> Traffic:
+def _exposed(
+    sizes: PlanSizes, traffic: Traffic, computing: float, device: Device, per_machine: int
+) -> Traffic:
     """Returns the seconds of communication that compute does not hide."""
-    grid, parallel = shape.grid, shape.config.parallel
+    grid, parallel = sizes.grid, sizes.config.parallel
 
     def rate(extent: int) -> float:
         # `extent`: neighbouring ranks that the group lies within.
@@ -256,17 +260,17 @@ def _exposed(shape: Shape, traffic: Traffic, computing: float, device: Device, p
 
     backward = computing * _BACKWARD / _FORWARD_AND_BACKWARD
     data = traffic.data / rate(grid.stage_size)
-    passes = shape.accumulation if parallel.zero_stage >= 2 else 1
-    hideable = backward * passes / shape.accumulation
+    passes = sizes.accumulation if parallel.zero_stage >= 2 else 1
+    hideable = backward * passes / sizes.accumulation
     context = traffic.context / rate(grid.tensor * grid.context)
     if parallel.cp_comm_type == "p2p":
         # The ring overlaps with the attention scores.
-        model, costs = shape.config.model, costs_of(shape.config.settings)
-        scores = model.seq_length * shape.heads * grid.tensor * shape.head
+        model, costs = sizes.config.model, costs_of(sizes.config.settings)
+        scores = model.seq_length * sizes.heads * grid.tensor * sizes.head
         context = max(0.0, context - computing * (scores / (costs.layer + costs.head / model.num_layers)))
     return Traffic(
         tensor=traffic.tensor / rate(grid.tensor),
         context=context,
-        data=max(0.0, data - hideable) if shape.decisions.optimizer.overlap_reduce else data,
+        data=max(0.0, data - hideable) if sizes.decisions.optimizer.overlap_reduce else data,
         expert=traffic.expert / rate(grid.expert * grid.expert_tensor),
     )

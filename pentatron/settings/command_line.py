@@ -14,7 +14,7 @@ from pentatron.errors import ConfigError, UserError
 from pentatron.settings.declaration import Setting, Spelling, coerce
 from pentatron.settings.entry_points import EntryPoint
 from pentatron.settings.presets import presets
-from pentatron.settings.run_config import table
+from pentatron.settings.run_config import all_settings
 from pentatron.settings.settings import Assigned
 
 # Unicode hyphens, dashes and the minus sign, which word processors and web pages substitute for `-`.
@@ -34,8 +34,10 @@ class FlagTable:
 
     def __init__(self, entry: EntryPoint) -> None:
         self.entry = entry
-        self._by_flag = {s.flag: (item, s) for item in table().values() for s in item.spellings}
-        self._by_flag |= {flag: (table()[name], Spelling(flag)) for flag, name in entry.spellings.items()}
+        self._by_flag = {s.flag: (item, s) for item in all_settings().values() for s in item.spellings}
+        self._by_flag |= {
+            flag: (all_settings()[name], Spelling(flag)) for flag, name in entry.spellings.items()
+        }
 
     def find(self, word: str) -> tuple[Setting, Spelling] | None:
         return self._by_flag.get(normalize_flag(word))
@@ -103,11 +105,11 @@ def _not_a_flag(word: str, flags: FlagTable) -> str:
     """Returns the error message for a word in the place of a flag, with a suggestion."""
     if word.startswith(tuple(_DASHES)):
         dash = f"U+{ord(word[0]):04X}"
-        return f"'{word}' begins with a dash of printed text ({dash}); write --{word.lstrip(_DASHES + '-')}"
+        return f"'{word}' begins with the Unicode dash {dash} instead of '-'; write --{word.lstrip(_DASHES + '-')}"
     if "=" in word and flags.find(word) is not None:
-        return f"'{word}' is no flag; write --{word}"
+        return f"'{word}' is not a flag; write --{word}"
     meant = f"--preset {word}" if word in presets() else "--name value (a value with spaces needs quotes)"
-    return f"'{word}' is no flag; write {meant}"
+    return f"'{word}' is not a flag; write {meant}"
 
 
 def _assign(parsed: ParsedFlags, word: str, item: Setting, spelling: Spelling, queue: list[str]) -> None:

@@ -35,7 +35,7 @@ class Blend:
             return cls(tuple(words))
         for word, weight in zip(words[::2], weights, strict=True):
             if weight is None:
-                mixed = f"mixes prefixes with and without weights ('{word}' stands where a weight should)"
+                mixed = f"mixes prefixes with and without weights ('{word}' is not a weight)"
                 raise UserError(f"{flag} {mixed}; give each prefix one, or none")
             if not (math.isfinite(weight) and weight > 0):
                 problem = f"the weight {word} must be more than 0"
@@ -73,4 +73,4 @@ def why_no_epochs(s: "DataConfig") -> str:
         return "mock data has no epochs"
     blend = Blend.parse(s.data_path or s.train_data_path or ("",))
     is_drawn = blend.weights is not None and len(blend.prefixes) > 1
-    return "data with weights is drawn by its shares and has no epochs" if is_drawn else ""
+    return "weighted data is sampled by weight, so it has no epochs" if is_drawn else ""

@@ -33,14 +33,14 @@ class CompileDecision:
     """What `torch.compile` is applied to.
 
     `required`: stop the run if a layer cannot be compiled. `disabled_reason`: why layers on a GPU are not
-    compiled by default. `together`: maximum number of layers in one compiled function. `documents`: attention
-    masks depend on the documents in a batch.
+    compiled by default. `layers_per_graph`: maximum number of layers in one compiled function. `documents`:
+    attention masks depend on the documents in a batch.
     """
 
     on: bool
     required: bool
     disabled_reason: str
-    together: int
+    layers_per_graph: int
 
     documents: bool
     deterministic: bool
@@ -91,8 +91,8 @@ class Fp8Decision:
     """Which matmuls run in fp8.
 
     `layers`: layers with fp8 matmuls. `head`: the output layer too. `experts_in_bf16`: experts of these
-    layers stay in bf16. `by_rows`: one scale per row instead of per tensor. `lacking`: why the device has no
-    fp8 matmuls.
+    layers stay in bf16. `by_rows`: one scale per row instead of per tensor. `unsupported_reason`: why the
+    device has no fp8 matmuls.
     """
 
     format: str | None
@@ -100,7 +100,7 @@ class Fp8Decision:
     layers: range
     head: bool
     experts_in_bf16: bool
-    lacking: str
+    unsupported_reason: str
 
 
 @dataclass(frozen=True)
@@ -108,33 +108,34 @@ class GraphsDecision:
     """Whether micro-batches are captured as CUDA graphs.
 
     `required`: stop the run if they cannot be. `if_memory_allows`: capture if there is enough GPU memory.
-    `problem`: why a required capture is impossible. `left_out`: why there is none although kernel launches
-    limit the GPU.
+    `problem`: why a required capture is impossible. `not_captured_reason`: why there is none although kernel
+    launches limit the GPU.
     """
 
     required: bool = False
     if_memory_allows: bool = False
     problem: str = ""
-    left_out: str = ""
+    not_captured_reason: str = ""
 
 
 @dataclass(frozen=True)
 class OptimizerOptions:
-    """Options of the optimizer. `one_pass`: clip, update and round in one Triton kernel, if Triton works."""
+    """Options of the optimizer. `fused`: clip, update and round in one Triton kernel, if Triton works."""
 
     zero_stage: int
     bucket_size: int
     overlap_reduce: bool = False
     overlap_gather: bool = False
     in_host_memory: bool = False
-    one_pass: bool = False
+    fused: bool = False
 
 
 @dataclass(frozen=True)
 class Decisions:
     """All decisions of a run.
 
-    `idle` maps each setting of these decisions to why it has no effect, or to an empty string if it has one.
+    `no_effect` maps each setting of these decisions to why it has no effect, or to an empty string if it has
+    one.
     """
 
     device: DeviceFacts
@@ -148,11 +149,11 @@ class Decisions:
     torch_profiler: bool
     optimizer: OptimizerOptions
     slow_fp16: bool
-    idle: Mapping[str, str]
+    no_effect: Mapping[str, str]
 
     @property
     def remarks(self) -> list[str]:
-        """Notices about the device that concern no idle setting."""
+        """Further notices about the device."""
         slow = "most CPUs have no instructions for fp16 and take hundreds of times as long for large matrices"
         fix = "without it, or with --bf16, a run on a CPU is faster"
         return [f"--fp16: {slow}; {fix}"] if self.slow_fp16 else []

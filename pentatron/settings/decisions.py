@@ -22,7 +22,7 @@ from pentatron.settings.decision_types import (
 )
 from pentatron.settings.declaration import first_reason
 from pentatron.settings.model import MoEConfig
-from pentatron.settings.parameters import expert_sizes, layer_seconds, mlp_sizes
+from pentatron.settings.model_sizes import expert_sizes, layer_seconds, mlp_sizes
 from pentatron.settings.run_config import RunConfig
 from pentatron.settings.settings import Settings
 from pentatron.settings.training import DataConfig
@@ -41,26 +41,26 @@ _LAUNCH_SECONDS_FP8 = 13e-3
 _ALWAYS_OVERLAPPED = "ZeRO 3 always sums and gathers one layer while others compute"
 
 
-def decide(config: RunConfig, device: DeviceFacts, own_program: bool = False) -> Decisions:
+def decide(config: RunConfig, device: DeviceFacts, has_custom_program: bool = False) -> Decisions:
     """Makes all decisions of a run.
 
-    `own_program`: the model or its forward step is custom code of the user.
+    `has_custom_program`: the model or its forward step is custom code of the user.
     """
-    parallel, idle = config.parallel, _fp8_idle(config)
-    reduce, idle["overlap_grad_reduce"] = _gradient_overlap(config)
-    gather, idle["overlap_param_gather"] = _parameter_overlap(config)
-    one_pass, idle["fused_update"] = _update(config, device)
-    compilation, idle["compile_layers_together"] = _compile(config, device)
-    gate, idle["bias_swiglu_fusion"] = _gate(config, device)
+    parallel, no_effect = config.parallel, _fp8_no_effect(config)
+    reduce, no_effect["overlap_grad_reduce"] = _gradient_overlap(config)
+    gather, no_effect["overlap_param_gather"] = _parameter_overlap(config)
+    fused, no_effect["fused_update"] = _update(config, device)
+    compilation, no_effect["compile_layers_together"] = _compile(config, device)
+    gate, no_effect["bias_swiglu_fusion"] = _gate(config, device)
     loss, not_fused = _loss(config, device)
-    idle |= dict.fromkeys(("cross_entropy_fusion_impl", "cross_entropy_chunk"), not_fused)
-    experts, idle["moe_grouped_gemm"] = _experts(config, device)
-    profiler, idle["use_pytorch_profiler"] = _torch_profiler(config, device)
+    no_effect |= dict.fromkeys(("cross_entropy_fusion_impl", "cross_entropy_chunk"), not_fused)
+    experts, no_effect["moe_grouped_gemm"] = _experts(config, device)
+    profiler, no_effect["use_pytorch_profiler"] = _torch_profiler(config, device)
     offloads, records = parallel.optimizer_cpu_offload, config.memory.record_memory_history
     in_memory = "everything is in host memory already, so this has no effect"
-    idle["optimizer_cpu_offload"] = in_memory if offloads and device.is_cpu else ""
+    no_effect["optimizer_cpu_offload"] = in_memory if offloads and device.is_cpu else ""
     not_recorded = "only GPU allocations are recorded, and this run is on a CPU"
-    idle["record_memory_history"] = not_recorded if records and device.is_cpu else ""
+    no_effect["record_memory_history"] = not_recorded if records and device.is_cpu else ""
     offloads, records = offloads and not device.is_cpu, records and not device.is_cpu
     return Decisions(
         device,
@@ -68,13 +68,13 @@ def decide(config: RunConfig, device: DeviceFacts, own_program: bool = False) ->
         gate,
         loss,
         experts,
-        _graphs(config, device, own_program),
+        _graphs(config, device, has_custom_program),
         _fp8(config, device),
         records,
         profiler,
-        OptimizerOptions(parallel.zero_stage, parallel.ddp_bucket_size, reduce, gather, offloads, one_pass),
+        OptimizerOptions(parallel.zero_stage, parallel.ddp_bucket_size, reduce, gather, offloads, fused),
         slow_fp16=config.precision.fp16 and device.is_cpu,
-        idle=idle,
+        no_effect=no_effect,
     )
 
 
@@ -92,8 +92,8 @@ def _update(config: RunConfig, device: DeviceFacts) -> tuple[bool, str]:
         "offloaded state (--optimizer-cpu-offload) is always updated by torch on the CPU": offloads,
         "on a CPU the update is always torch's": device.is_cpu,
     }
-    idle = first_reason(reasons)
-    return optim.fused_update and device.is_gpu and not idle, idle
+    no_effect = first_reason(reasons)
+    return optim.fused_update and device.is_gpu and not no_effect, no_effect
 
 
 def _gradient_overlap(config: RunConfig) -> tuple[bool, str]:
@@ -106,12 +106,12 @@ def _gradient_overlap(config: RunConfig) -> tuple[bool, str]:
 def _parameter_overlap(config: RunConfig) -> tuple[bool, str]:
     wanted, stage = config.parallel.overlap_param_gather, config.parallel.zero_stage
     if stage == 0:
-        idle = "parameters are not sharded (--zero-stage 0), so there is nothing to gather"
+        no_effect = "parameters are not sharded (--zero-stage 0), so there is nothing to gather"
     elif not has_replicas(config):
-        idle = "one data-parallel rank has nothing to gather"
+        no_effect = "one data-parallel rank has nothing to gather"
     else:
-        idle = _ALWAYS_OVERLAPPED if stage == 3 else ""
-    return idle == _ALWAYS_OVERLAPPED or (wanted and not idle), idle if wanted else ""
+        no_effect = _ALWAYS_OVERLAPPED if stage == 3 else ""
+    return no_effect == _ALWAYS_OVERLAPPED or (wanted and not no_effect), no_effect if wanted else ""
 
 
 def has_replicas(config: RunConfig) -> bool:
@@ -144,16 +144,16 @@ def _compile(config: RunConfig, device: DeviceFacts) -> tuple[CompileDecision, s
         "run; --compile on compiles them without choosing kernels by measured time"
     )
     count = config.kernels.compile_layers_together
-    idle = _why_compiled_singly(config, device, count) if count > 1 else ""
+    no_effect = _why_compiled_singly(config, device, count) if count > 1 else ""
     decision = CompileDecision(
         on=wanted == "on" or (by_default and not deterministic),
         required=wanted == "on",
         disabled_reason=held_back if by_default and deterministic else "",
-        together=1 if idle else count,
+        layers_per_graph=1 if no_effect else count,
         documents=_has_documents(config.data),
         deterministic=deterministic,
     )
-    return decision, idle
+    return decision, no_effect
 
 
 def _why_compiled_singly(config: RunConfig, device: DeviceFacts, count: int) -> str:
@@ -249,19 +249,19 @@ def _experts(config: RunConfig, device: DeviceFacts) -> tuple[ExpertsDecision, s
     if not moe.num_experts:
         return ExpertsDecision(False, False), "there are no experts (--num-experts), so this has no effect"
     shards, hidden = _ranks_per_expert(config), config.model.hidden_size
-    inner = expert_sizes(config.model, moe, cut=shards).inner
+    inner = expert_sizes(config.model, moe, expert_tp_size=shards).inner
     fits = fit_grouped_matmul(hidden, inner)
     by_kernel = config.precision.bf16 and not device.is_cpu
-    idle = ""
+    no_effect = ""
     if not by_kernel and moe.moe_grouped_gemm:
-        idle = "its kernel needs bf16 on a GPU; each expert has separate matmuls here"
+        no_effect = "its kernel needs bf16 on a GPU; each expert has separate matmuls here"
     elif not by_kernel:
-        idle = "its kernel needs bf16 on a GPU, so each expert has separate matmuls anyway"
+        no_effect = "its kernel needs bf16 on a GPU, so each expert has separate matmuls anyway"
     elif device.is_gpu and moe.moe_grouped_gemm and not fits:
         multiples = f"multiples of {_GROUPED_MULTIPLE}, not {hidden} and {inner}"
-        idle = f"its kernel needs widths that are {multiples}; each expert has separate matmuls"
+        no_effect = f"its kernel needs widths that are {multiples}; each expert has separate matmuls"
     on = wants_grouped_experts(moe) and config.precision.bf16 and device.is_gpu and fits
-    return ExpertsDecision(on, on and config.parallel.expert_model_parallel_size * shards == 1), idle
+    return ExpertsDecision(on, on and config.parallel.expert_model_parallel_size * shards == 1), no_effect
 
 
 # --- fp8 ---
@@ -276,18 +276,18 @@ def _fp8(config: RunConfig, device: DeviceFacts) -> Fp8Decision:
         layers=layers,
         head=wanted is not None and precision.fp8_output_layer,
         experts_in_bf16=config.moe.num_experts is not None and len(layers) > 0,
-        lacking="" if wanted is None else _fp8_lacking(device),
+        unsupported_reason="" if wanted is None else _fp8_unsupported_reason(device),
     )
 
 
-def _fp8_idle(config: RunConfig) -> dict[str, str]:
+def _fp8_no_effect(config: RunConfig) -> dict[str, str]:
     """Maps the settings of fp8 to why they have no effect."""
-    idle = "" if config.precision.fp8_format else "there are no fp8 matmuls (--fp8)"
+    no_effect = "" if config.precision.fp8_format else "there are no fp8 matmuls (--fp8)"
     all_layers = "all layers have fp8 matmuls without --first-last-layers-bf16"
-    ends_idle = idle or ("" if config.precision.first_last_layers_bf16 else all_layers)
+    ends_no_effect = no_effect or ("" if config.precision.first_last_layers_bf16 else all_layers)
     return {
-        **dict.fromkeys(("fp8_recipe", "fp8_output_layer", "first_last_layers_bf16"), idle),
-        **dict.fromkeys(("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), ends_idle),
+        **dict.fromkeys(("fp8_recipe", "fp8_output_layer", "first_last_layers_bf16"), no_effect),
+        **dict.fromkeys(("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), ends_no_effect),
     }
 
 
@@ -301,7 +301,7 @@ def _fp8_layers(config: RunConfig) -> range:
     return range(precision.num_layers_at_start_in_bf16, layers - precision.num_layers_at_end_in_bf16)
 
 
-def _fp8_lacking(device: DeviceFacts) -> str:
+def _fp8_unsupported_reason(device: DeviceFacts) -> str:
     """Returns why the device has no fp8 matmuls, or an empty string.
 
     They are not emulated, which would be slow.
@@ -318,12 +318,12 @@ def _fp8_lacking(device: DeviceFacts) -> str:
 # --- CUDA graphs ---
 
 
-def _graphs(config: RunConfig, device: DeviceFacts, own_program: bool) -> GraphsDecision:
+def _graphs(config: RunConfig, device: DeviceFacts, has_custom_program: bool) -> GraphsDecision:
     wanted = _GRAPHS[config.kernels.cuda_graphs]
     if wanted == "off" or (wanted == "auto" and not device.is_gpu):
         return GraphsDecision()
     problem = why_not_capturable(config.settings)
-    if own_program:
+    if has_custom_program:
         problem = problem or "a custom model or forward step may have data-dependent control flow"
     if device.kind and not (device.is_gpu and device.is_nvidia):
         problem = "there is no NVIDIA GPU"
@@ -335,7 +335,7 @@ def _graphs(config: RunConfig, device: DeviceFacts, own_program: bool) -> Graphs
     if not problem:
         return GraphsDecision(if_memory_allows=True)
     slow = "launching kernels takes longer than computing such small layers"
-    return GraphsDecision(left_out=f"CUDA graphs are not used, though {slow}: {problem}")
+    return GraphsDecision(not_captured_reason=f"CUDA graphs are not used, though {slow}: {problem}")
 
 
 def requires_graphs(cuda_graphs: str) -> bool:
@@ -368,5 +368,5 @@ def _torch_profiler(config: RunConfig, device: DeviceFacts) -> tuple[bool, str]:
     wanted = config.log.use_pytorch_profiler
     if not config.log.profile:
         return False, "nothing is profiled (--profile)"
-    idle = "on a CPU the profiler is always torch's" if wanted and device.is_cpu else ""
-    return wanted or device.is_cpu, idle
+    no_effect = "on a CPU the profiler is always torch's" if wanted and device.is_cpu else ""
+    return wanted or device.is_cpu, no_effect

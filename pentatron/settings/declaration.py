@@ -65,7 +65,7 @@ def first_reason(reasons: Mapping[str, object]) -> str:
 class OnResume(Enum):
     """How a resumed run reports a setting that differs from its checkpoint."""
 
-    NUMBERS = "may change losses and weights: a notice"
+    RESULTS = "may change losses and weights: a notice"
     ORDER = "may change the order of samples: a notice"
     FREE = "cannot change losses or weights: a line in the log"
     SILENT = "a path or name that may differ between starts: nothing"
@@ -83,7 +83,7 @@ class Spelling:
     sets: Any = None
 
 
-class Options(TypedDict, total=False):
+class SettingOptions(TypedDict, total=False):
     """What `setting` accepts by keyword and `Setting` has under the same name."""
 
     choices: tuple[Any, ...]
@@ -167,13 +167,13 @@ def setting(
     *conditions: Limit | Need | OnResume | None,
     also: str = "",
     sets: Mapping[str, Any] | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[SettingOptions],
 ) -> Any:
     """Declares a setting as a dataclass field.
 
     `conditions`: the `Limit` of a number, independent of other settings; needs, under which the setting has
     an effect (a notice gives the reason of the first unmet one); and how a difference from the checkpoint is
-    reported (default: `on_resume` of the section, else `NUMBERS`). `also` lists further spellings, `sets`
+    reported (default: `on_resume` of the section, else `RESULTS`). `also` lists further spellings, `sets`
     spellings without an argument and the value of each. `not_yet` names a missing feature: every value but
     the default and those in `available` is refused. `notice` is printed if the setting is given, for settings
     that never have an effect. `names_code`: the value is imported and called, so only the command line may
@@ -201,7 +201,7 @@ def flag_of(name: str) -> str:
 def settings_of(section: str, cls: type) -> list[Setting]:
     """Returns the settings that the dataclass of a section declares."""
     hints = typing.get_type_hints(cls)
-    resume = {"resume": getattr(cls, "on_resume", OnResume.NUMBERS)}
+    resume = {"resume": getattr(cls, "on_resume", OnResume.RESULTS)}
     return [
         Setting(
             name=f.name,

@@ -14,7 +14,7 @@ from typing import Any
 from pentatron.errors import ConfigError, UserError
 from pentatron.settings.declaration import coerce
 from pentatron.settings.files import load_file
-from pentatron.settings.run_config import table
+from pentatron.settings.run_config import all_settings
 from pentatron.settings.settings import Assigned
 
 _AUTO = "auto"
@@ -86,7 +86,7 @@ TARGETS: dict[str, tuple[_Target, ...]] = {
 }
 # Errors rather than notices, because they decide whether the model fits into memory.
 _REFUSED = {
-    "zero_optimization.offload_param.device": "weights stay on the device here; optimizer state can be offloaded "
+    "zero_optimization.offload_param.device": "weights are not offloaded; optimizer state can be "
     "(offload_optimizer), and ZeRO 3 shards the weights"
 }
 _WARMUP_TYPE = "scheduler.params.warmup_type"
@@ -118,12 +118,12 @@ def read_deepspeed(path: str) -> tuple[dict[str, Assigned], list[str]]:
         elif key == _WARMUP_TYPE:
             warmup_type = value
         elif key not in _REFUSED and not only_switches:
-            notices.append(f"{path}: {key} has no counterpart here and is ignored")
+            notices.append(f"{path}: {key} has no counterpart and is ignored")
     if problems:
         raise ConfigError(problems)
     if warmup_type != "linear" and "lr_warmup_iters" in settings:
         theirs = f"DeepSpeed's is logarithmic, faster at first, unless {_WARMUP_TYPE} is linear"
-        notices.append(f"{path}: the warm-up is linear here; {theirs}")
+        notices.append(f"{path}: the warm-up is linear; {theirs}")
     return settings, notices
 
 
@@ -132,7 +132,7 @@ def _assigned(key: str, value: Any, path: str) -> dict[str, Assigned]:
     for target in TARGETS[key]:
         converted = target.convert(value)
         if converted is not None:
-            item = table()[target.setting]
+            item = all_settings()[target.setting]
             settings[item.name] = Assigned(coerce(item, converted, f"{path}: {key}"), f"file {path}")
     return settings
 

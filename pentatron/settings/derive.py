@@ -9,7 +9,7 @@ from typing import Any
 from pentatron.layout.schedules import FOLDED
 from pentatron.layout.stages import parse_layout
 from pentatron.settings.declaration import flag_of
-from pentatron.settings.schedule import batch_plan_or_none, derive_stepwise_batch
+from pentatron.settings.run_length import batch_plan_or_none, derive_stepwise_batch
 from pentatron.settings.settings import KEPT_PREFIX, Draft, is_inside, is_unset
 from pentatron.text import divisors, join_choices, plural
 
@@ -51,7 +51,7 @@ def _fit_inherited_sizes(draft: Draft) -> None:
     if layout_flag is not None:
         for name, size in inherited.items():
             if size > 1:
-                reason = f"{flag_of(layout_flag)} is given, so the preset's {size} does not count"
+                reason = f"{flag_of(layout_flag)} is given, so the preset's {size} is ignored"
                 draft.derive(reason, **{name: 1})
         return
     choices = [divisors(inherited[n]) if n in inherited else [getattr(draft, n)] for n in _SIZES]
@@ -62,7 +62,7 @@ def _fit_inherited_sizes(draft: Draft) -> None:
         if getattr(draft, name) != size:
             processes = draft.facts.world_size
             misfits = processes % draft.ranks_per_replica
-            fits = f"{processes} {plural(processes, 'process')}" if misfits else "the settings given"
+            fits = f"{processes} {plural(processes, 'process')}" if misfits else "the given settings"
             draft.derive(f"fits {fits}; the preset has {getattr(draft, name)}", **{name: size})
 
 
@@ -94,7 +94,7 @@ def _virtual_stages(draft: Draft) -> None:
         with suppress(ValueError):
             stages = len(parse_layout(written))
             count = stages // ranks if stages > ranks and stages % ranks == 0 else 0
-            reason = f"{stages} stages written out / {ranks} ranks"
+            reason = f"{stages} stages in --pipeline-model-parallel-layout / {ranks} ranks"
     elif draft.pipeline_schedule in FOLDED and ranks > 1:
         count, reason = 2, f"{draft.pipeline_schedule} has two stages on each rank"
     if count:
@@ -150,7 +150,7 @@ def _groups(draft: Draft) -> None:
     elif not grouped and not draft.given("group_query_attention"):
         draft.derive("--num-query-groups is given", group_query_attention=True)
     elif grouped and groups is None:
-        draft.derive("--group-query-attention alone means one, as in Megatron", num_query_groups=1)
+        draft.derive("one key/value head: Megatron's default without --num-query-groups", num_query_groups=1)
     elif grouped and heads % groups and not is_given:
         fewer = max(d for d in divisors(heads) if d <= groups)
         draft.derive(f"a divisor of {heads} heads; the preset has {groups}", num_query_groups=fewer)
@@ -159,14 +159,17 @@ def _groups(draft: Draft) -> None:
 def _widths(draft: Draft) -> None:
     hidden = draft.hidden_size
     if draft.gated_linear_unit:
-        draft.fill("8/3 × hidden, in 64s", ffn_hidden_size=max(64, int(4 * hidden * 2 / 3 / 64) * 64))
+        draft.fill(
+            "8/3 × hidden, rounded down to a multiple of 64",
+            ffn_hidden_size=max(64, int(4 * hidden * 2 / 3 / 64) * 64),
+        )
     draft.fill("4 × hidden", ffn_hidden_size=4 * hidden)
     draft.fill("seq-length", max_position_embeddings=draft.seq_length)
     draft.fill("padded-vocab-size", vocab_size=draft.padded_vocab_size)
     if not is_unset(draft.vocab_size):
         multiple = draft.make_vocab_size_divisible_by * draft.tensor_model_parallel_size
         padded = math.ceil(draft.vocab_size / multiple) * multiple
-        draft.fill(f"{draft.vocab_size} up to a multiple of {multiple}", padded_vocab_size=padded)
+        draft.fill(f"{draft.vocab_size} rounded up to a multiple of {multiple}", padded_vocab_size=padded)
 
 
 def _positions(draft: Draft) -> None:
@@ -212,7 +215,7 @@ def _recompute(draft: Draft) -> None:
     if draft.recompute_granularity == "full":
         draft.fill("--recompute-granularity full", recompute_method="uniform")
         if draft.recompute_method != "block":
-            draft.fill("every layer by itself", recompute_num_layers=1)
+            draft.fill("one layer per chunk", recompute_num_layers=1)
 
 
 def _batches(draft: Draft) -> None:
@@ -231,7 +234,7 @@ def _batches(draft: Draft) -> None:
         draft.problems.append(f"{both}; give one of them")
     elif accumulation is not None and count not in (None, accumulation):
         both = f"--gradient-accumulation-steps {accumulation} and --num-microbatches {count}"
-        draft.problems.append(f"{both} both set how many micro-batches a step has; give one of them")
+        draft.problems.append(f"{both} both set the number of micro-batches per step; give one of them")
     else:
         _micro_and_global(draft, accumulation or count)
 
@@ -239,7 +242,7 @@ def _batches(draft: Draft) -> None:
 def _micro_and_global(draft: Draft, steps: int | None) -> None:
     dp, total = draft.data_parallel_size, draft.global_batch_size
     if is_unset(total):
-        draft.fill("one sample at a time", micro_batch_size=1)
+        draft.fill("one sample per micro-batch", micro_batch_size=1)
         micro = draft.micro_batch_size
         reason = f"{micro} × {dp} ranks × {steps or 1} micro-batches"
         draft.derive(reason, global_batch_size=micro * dp * (steps or 1))
@@ -265,9 +268,9 @@ def _micro_from_global(draft: Draft, common: int, steps: int | None) -> None:
     if is_open and ranks > 1:
         # A pipeline needs at least as many micro-batches as ranks to be filled.
         micro = max((d for d in divisors(common // dp) if total // dp // d >= ranks), default=1)
-        reason = f"{common} / {dp} ranks, cut for {ranks} pipeline ranks at least"
+        reason = f"{common} / {dp} ranks, split into at least {ranks} micro-batches"
     elif is_open and common < total:
-        micro, reason = common // dp, f"{common}, in every batch size, / {dp} ranks"
+        micro, reason = common // dp, f"{common} (divides every batch size) / {dp} ranks"
     elif rest:
         parts = f"{dp} data-parallel ranks × {count} micro-batches; use a multiple of {dp * count}"
         draft.problems.append(f"--global-batch-size {total} cannot be divided by {parts}")
@@ -293,7 +296,7 @@ def _folders(draft: Draft) -> None:
         draft.derive("--save is given", save_checkpoints=True)
     if draft.given("save") and draft.save_checkpoints and not draft.given("run_dir"):
         # Two runs of one script may differ in --save alone; they must not share a log.
-        draft.derive("beside the checkpoints of --save", run_dir=draft.save)
+        draft.derive("same folder as --save", run_dir=draft.save)
     draft.fill("the run folder", save=f"{draft.run_dir}/checkpoints")
     draft.fill("the run's own checkpoints", load=draft.save)
     for name, relative in draft.in_run_folder.items():

@@ -34,16 +34,14 @@ _SMALL_MODEL = {"vocab_size": 8192, "num_layers": 4, "hidden_size": 256, "seq_le
 
 TRAIN = EntryPoint(
     name="pentatron train",
-    summary="Train a model. Without any flag: a small one on the source text of Python's standard library.",
-    refused={
-        "batch-size": "say --micro-batch-size (samples one rank computes at once) or --global-batch-size instead"
-    },
+    summary="Train a model. Without flags: a small demo model on the source of Python's standard library.",
+    refused={"batch-size": "use --micro-batch-size (samples per micro-batch) or --global-batch-size instead"},
     default_preset="demo",
 )
 PRETRAIN_GPT = EntryPoint(
     name="pretrain_gpt.py",
     summary="Pretrain a GPT-like model with Megatron's flags.",
-    refused={"batch-size": "say --micro-batch-size or --global-batch-size instead, as Megatron does"},
+    refused={"batch-size": "use --micro-batch-size or --global-batch-size instead, as in Megatron"},
     defaults={
         "run_dir": "runs/pretrain_gpt",
         "lr_decay_style": "linear",
@@ -101,7 +99,7 @@ MEGATRON = _script_of_3d("megatron", "train_megatron.py", "Megatron-style traini
 # Only shows a layout, so data and length have defaults.
 LAYOUT = EntryPoint(
     name="pentatron layout",
-    summary="Show which rank does what under the same settings as `pentatron train`. Nothing is started.",
+    summary="Show ranks, process groups and stages with the settings of `pentatron train`. Nothing is started.",
     refused=TRAIN.refused,
     defaults={"dataset_size": 1000, "vocab_size": 32768, "train_iters": 1},
     own=("draw", "all", "json"),

@@ -14,7 +14,7 @@ from pentatron.settings.command_line import FlagTable, did_you_mean
 from pentatron.settings.data_paths import SPLITS, Blend
 from pentatron.settings.declaration import Setting, Spelling, coerce
 from pentatron.settings.entry_points import EntryPoint
-from pentatron.settings.run_config import sections, table
+from pentatron.settings.run_config import all_settings, sections
 from pentatron.settings.settings import Assigned, Draft
 from pentatron.text import parse_json
 
@@ -56,7 +56,7 @@ def _setting(key: str, written: Any, flags: FlagTable, what: str) -> tuple[Setti
     if match is None:
         if refusal := flags.refusal(key):
             raise UserError(f"{what} is ambiguous here: {refusal}")
-        raise UserError(f"{what}: unknown setting{did_you_mean(key.replace('-', '_'), table())}")
+        raise UserError(f"{what}: unknown setting{did_you_mean(key.replace('-', '_'), all_settings())}")
     item, spelling = match
     if item.name == "config":
         raise UserError(f"{what}: a file cannot name another; give --config once, on the command line")
@@ -178,11 +178,11 @@ def read_data_files(draft: Draft) -> None:
     for name, path, read in files:
         if path is None:
             continue
-        flag = table()[name].written(path)
+        flag = all_settings()[name].written(path)
         try:
             for target, words in read(Path(path), flag).items():
                 if getattr(draft, target) not in ((), words):
-                    other = table()[target].written(getattr(draft, target), draft.source(target))
+                    other = all_settings()[target].written(getattr(draft, target), draft.source(target))
                     raise UserError(f"{flag} and {other} name different data; choose one")
                 draft.assign(f"derived: {flag}", **{target: words})
         except UserError as error:

@@ -10,10 +10,10 @@ from pentatron.errors import UserError
 from pentatron.layout import schedules
 from pentatron.layout.batch import batch_size_problem
 from pentatron.layout.ranks import world_size_problem
-from pentatron.layout.schedules import Stages
+from pentatron.layout.schedules import StagesPerRank
 from pentatron.layout.stages import Costs, stage_parts
 from pentatron.settings.declaration import flag_of
-from pentatron.settings.parameters import attention_sizes, costs_of, division_of, grid_of
+from pentatron.settings.model_sizes import attention_sizes, costs_of, division_of, grid_of
 from pentatron.settings.settings import Settings, is_unset
 from pentatron.text import divisors, join_choices, plural
 
@@ -168,9 +168,9 @@ def _schedule(s: Settings) -> str | None:
         return None
     flag = "--virtual-pipeline-model-parallel-size"
     errors = {
-        Stages.SEVERAL: f"needs several stages on each rank; give {flag} 2 or more, or use 1f1b",
-        Stages.TWO: f"runs two stages on each rank, not {virtual}; leave {flag} out, or use zero-bubble",
-        Stages.ONE: f"runs one stage on each rank, not the {virtual} of {flag} {virtual}; "
+        StagesPerRank.SEVERAL: f"needs several stages on each rank; give {flag} 2 or more, or use 1f1b",
+        StagesPerRank.TWO: f"runs two stages on each rank, not {virtual}; leave {flag} out, or use zero-bubble",
+        StagesPerRank.ONE: f"runs one stage on each rank, not the {virtual} of {flag} {virtual}; "
         "use interleaved, or leave one of the two out",
     }
     needed = schedules.required_stages(kind, virtual)

@@ -7,13 +7,13 @@ from typing import Any
 from pentatron.settings.layer_patterns import window_of_layer
 from pentatron.settings.model import moe_layers
 from pentatron.settings.resolve import derived_settings
-from pentatron.settings.run_config import table
-from pentatron.settings.settings import Draft, Facts, Settings, is_unset
+from pentatron.settings.run_config import all_settings
+from pentatron.settings.settings import Draft, ProcessFacts, Settings, is_unset
 
 # Prefix of the origin of settings taken from a checkpoint.
 LOADED_PREFIX = "loaded from "
 # Settings of the architecture that weights do not depend on, so each run may choose them.
-NOT_IN_WEIGHTS = frozenset(name for name, item in table().items() if not item.in_weights)
+NOT_IN_WEIGHTS = frozenset(name for name, item in all_settings().items() if not item.in_weights)
 # Settings that are redundant with others.
 _REDUNDANT = frozenset({"group_query_attention", "rotary_seq_len_interpolation_factor"})
 # Settings that are derived from others if not given.
@@ -45,7 +45,9 @@ class Architecture:
 
 def architecture(saved: Mapping[str, Any]) -> Architecture:
     """Returns the saved architecture. Settings that are newer than the checkpoint have their defaults."""
-    names = [name for name, item in table().items() if item.section in ("model", "moe") and item.in_weights]
+    names = [
+        name for name, item in all_settings().items() if item.section in ("model", "moe") and item.in_weights
+    ]
     if _CODE not in saved:
         # Weights of standard layers may be loaded into custom ones.
         names.remove(_CODE)
@@ -80,7 +82,7 @@ def _differ(name: str, architecture: Architecture, now: Settings) -> bool:
     # positions, for both values of a pair, or for one of another setting.
     merged = architecture.over(now)
     changes = {n: getattr(now, n) for n in (_MSCALES if name in _MSCALES else (name,))}
-    is_idle = [bool(table()[name].unmet_need(s)) for s in (merged, merged.changed(**changes))]
+    is_idle = [bool(all_settings()[name].unmet_need(s)) for s in (merged, merged.changed(**changes))]
     return not (all(is_idle) if name in _MSCALES else any(is_idle))
 
 
@@ -100,7 +102,9 @@ def _windows(s: Settings) -> tuple[int | None, ...]:
         return ()
 
 
-def adopt_architecture(draft: Draft, facts: Facts, saved: Mapping[str, Any], origin: str, fix: str) -> None:
+def adopt_architecture(
+    draft: Draft, facts: ProcessFacts, saved: Mapping[str, Any], origin: str, fix: str
+) -> None:
     """Takes settings that are not given from the saved architecture, and reports contradicting ones.
 
     `origin` names the checkpoint, and `fix` is the advice at the end of the errors.
@@ -133,11 +137,15 @@ def adopt_architecture(draft: Draft, facts: Facts, saved: Mapping[str, Any], ori
             # Its error is reported already, such as a tokenizer that was not found.
             continue
         if name == _CODE and not _is_chosen(draft, name):
-            error = f"was trained with {written}; give that flag again, as code is never loaded from files"
+            error = (
+                f"was trained with {written}; give that flag again, because code is never loaded from files"
+            )
         else:
             source = "the command line" if draft.by_flag(name) else draft.source(name)
             from_user = draft.by_flag(name) or source.startswith(("file", "preset"))
-            given = f"{f'{source} gives' if from_user else 'here it would be'} {_written(after, name)}"
+            given = (
+                f"{f'{source} gives' if from_user else 'this command resolves to'} {_written(after, name)}"
+            )
             error = f"holds a model with {written}, but {given}; leave that out, {fix}"
         draft.wrong[name] = f"{origin} {error}"
 
@@ -151,10 +159,10 @@ def _check_tokenizer(draft: Draft, loaded: Architecture, origin: str) -> None:
     """Records an error if the tokenizer has more ids than the embedding has rows. Fewer are allowed."""
     ids, rows, source = draft.vocab_size, loaded.settings.vocab_size, draft.source("vocab_size")
     if source.startswith("derived: tokenizer ") and rows is not None and ids > rows:
-        counts = f"{source.removeprefix('derived: ')} has {ids} ids, the model of {origin} {rows}"
-        draft.wrong["tokenizer_model"] = f"{counts}; use the tokenizer it was trained with"
+        counts = f"{source.removeprefix('derived: ')} has {ids} ids, but the model of {origin} has {rows}"
+        draft.wrong["tokenizer_model"] = f"{counts}; use the tokenizer of its training"
 
 
 def _written(s: Settings, name: str) -> str:
-    item, value = table()[name], getattr(s, name)
+    item, value = all_settings()[name], getattr(s, name)
     return f"no {item.flag}" if value in (None, ()) else item.written(value)

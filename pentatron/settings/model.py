@@ -15,13 +15,13 @@ from pentatron.settings.declaration import (
     POSITIVE,
     Limit,
     Need,
-    Options,
+    SettingOptions,
     setting,
 )
 from pentatron.settings.layer_patterns import layer_pattern
 
 
-def moe_setting(default: Any, help: str, *conditions: Limit | Need, **options: Unpack[Options]) -> Any:
+def moe_setting(default: Any, help: str, *conditions: Limit | Need, **options: Unpack[SettingOptions]) -> Any:
     """Declares a setting that has no effect without experts."""
     return setting(default, help, needs.EXPERTS, *conditions, **options)
 
@@ -35,27 +35,27 @@ moe_training_setting = partial(moe_setting, in_weights=False)
 class TransformerConfig:
     """Model architecture"""
 
-    num_layers: int = setting(4, "transformer layers", POSITIVE)
+    num_layers: int = setting(4, "number of transformer layers", POSITIVE)
     hidden_size: int = setting(256, "width of the hidden states", POSITIVE)
-    ffn_hidden_size: int = setting(None, "MLP width (4 × hidden; with SwiGLU 8/3 × hidden)", POSITIVE)
-    num_attention_heads: int = setting(None, "attention heads (from the hidden size)", POSITIVE)
+    ffn_hidden_size: int = setting(None, "width of the MLP (4 × hidden; with SwiGLU 8/3 × hidden)", POSITIVE)
+    num_attention_heads: int = setting(None, "number of attention heads (from the hidden size)", POSITIVE)
     kv_channels: int = setting(
         None, "width of one head (hidden / heads); heads × width may differ from hidden", POSITIVE
     )
-    group_query_attention: bool = setting(False, "share keys and values between groups of heads")
-    num_query_groups: int = setting(None, "key/value heads with --group-query-attention", POSITIVE)
-    seq_length: int = training_setting(256, "tokens in one sample", POSITIVE, ORDER, also="--max_seq_len")
+    group_query_attention: bool = setting(
+        False, "share each key/value head between several query heads (GQA)"
+    )
+    num_query_groups: int = setting(None, "number of key/value heads with --group-query-attention", POSITIVE)
+    seq_length: int = training_setting(256, "tokens per sample", POSITIVE, ORDER, also="--max_seq_len")
     max_position_embeddings: int = setting(None, "maximum sequence length (seq-length)", POSITIVE)
-    vocab_size: int = setting(None, "vocabulary size (from the tokenizer if not given)", POSITIVE)
+    vocab_size: int = setting(None, "vocabulary size (that of the tokenizer)", POSITIVE)
     make_vocab_size_divisible_by: int = training_setting(
         128,
-        "pad the vocabulary to a multiple of this × tensor parallel size",
+        "pad the vocabulary to a multiple of this number × tensor parallel size",
         POSITIVE,
         needs.PADDING_NOT_GIVEN,
     )
-    padded_vocab_size: int = training_setting(
-        None, "rows of the embedding with padding (derived)", POSITIVE, FREE
-    )
+    padded_vocab_size: int = training_setting(None, "rows of the padded embedding (derived)", POSITIVE, FREE)
 
     normalization: str = setting("LayerNorm", "normalization layer", choices=("LayerNorm", "RMSNorm"))
     layernorm_epsilon: float = setting(1e-5, "epsilon of the norms", POSITIVE, also="--norm-epsilon")
@@ -85,14 +85,14 @@ class TransformerConfig:
     rotary_interleaved: bool = setting(False, "rotate adjacent channel pairs instead of halves", needs.ROPE)
     rope_scaling_type: str | None = setting(
         None,
-        "scaling of rotary frequencies for sequences longer than in pretraining (none)",
+        "method that scales rotary frequencies for sequences longer than in pretraining (none)",
         needs.ROPE,
         choices=("linear", "llama3", "yarn"),
         sets={"--use-rope-scaling": "llama3"},
     )
     rope_scaling_factor: float = setting(
         None,
-        "RoPE scaling factor: new sequence length / original length (llama3: 8)",
+        "RoPE scaling factor: new sequence length / sequence length of pretraining (llama3: 8)",
         ONE_OR_MORE,
         needs.ROPE_SCALING,
         also="--yarn-rotary-scaling-factor",
@@ -106,56 +106,72 @@ class TransformerConfig:
     )
     rope_scaling_low_freq_factor: float = setting(
         1.0,
-        "llama3: wavelengths that fit less often than this into that length are scaled",
+        "llama3: scale wavelengths that fit fewer than X times into the sequence length of pretraining",
         POSITIVE,
         needs.LLAMA3_SCALING,
     )
     rope_scaling_high_freq_factor: float = setting(
-        4.0, "llama3: wavelengths that fit more often are not scaled", POSITIVE, needs.LLAMA3_SCALING
+        4.0,
+        "llama3: do not scale wavelengths that fit more than X times into the sequence length of pretraining",
+        POSITIVE,
+        needs.LLAMA3_SCALING,
     )
     rotary_seq_len_interpolation_factor: float | None = setting(
         None,
-        "Megatron's name for --rope-scaling-type linear with this --rope-scaling-factor",
+        "alias in Megatron for --rope-scaling-type linear with this --rope-scaling-factor",
         ONE_OR_MORE,
         needs.ROPE,
     )
     yarn_beta_fast: float = setting(
-        32.0, "yarn: channel pairs with more rotations than this are not scaled", POSITIVE, needs.YARN
+        32.0,
+        "yarn: do not scale channel pairs with more than X rotations in the sequence length of pretraining",
+        POSITIVE,
+        needs.YARN,
     )
     yarn_beta_slow: float = setting(
-        1.0, "yarn: channel pairs with fewer rotations than this are scaled", POSITIVE, needs.YARN
+        1.0,
+        "yarn: scale channel pairs with fewer than X rotations in the sequence length of pretraining",
+        POSITIVE,
+        needs.YARN,
     )
     yarn_attention_factor: float | None = setting(
-        None, "yarn: factor of rotated queries and keys (0.1 ln(factor) + 1)", POSITIVE, needs.YARN
+        None, "yarn: factor of rotated queries and keys (0.1·ln(factor) + 1)", POSITIVE, needs.YARN
     )
     yarn_mscale: float | None = setting(
         None,
-        "yarn: numerator of another such factor: (0.1 × mscale × ln(factor) + 1) / (0.1 × mscale_all_dim × ln(factor) + 1)",
+        "yarn: mscale of the attention factor (0.1·mscale·ln(factor)+1) / (0.1·mscale_all_dim·ln(factor)+1)",
         NON_NEGATIVE,
         needs.YARN,
         needs.NO_FACTOR,
         needs.MSCALES,
     )
     yarn_mscale_all_dim: float | None = setting(
-        None, "yarn: denominator of that factor", NON_NEGATIVE, needs.YARN, needs.NO_FACTOR, needs.MSCALES
+        None,
+        "yarn: mscale_all_dim of the formula of --yarn-mscale",
+        NON_NEGATIVE,
+        needs.YARN,
+        needs.NO_FACTOR,
+        needs.MSCALES,
     )
     yarn_truncate: bool = setting(
         True,
-        "yarn: round the range of partly scaled channel pairs outwards",
+        "yarn: round the range of partly scaled channel pairs to integers, outwards",
         needs.YARN,
         also="--yarn-correction-range-round-to-int",
     )
     window_size: tuple[int, ...] = setting(
         (),
-        "LEFT,0: sliding window; a token attends to itself and LEFT tokens before it (LEFT -1 or not given: all)",
+        "sliding window LEFT,0: a token attends to itself and the LEFT tokens before it (LEFT -1 or not given: all tokens before it)",
         Limit(lambda left: left >= -1, "-1 or more"),
         needs.a_shorter_window,
     )
     window_attn_skip_freq: str | None = setting(
-        None, "layers without window: every N-th, or a list such as [1,1,0] with 1 for a window", needs.WINDOW
+        None,
+        "layers without sliding window: every N-th layer, or a list such as [1,1,0] with 1 for a window",
+        needs.WINDOW,
     )
     untie_embeddings_and_output_weights: bool = setting(
-        False, "do not share the weight of the embedding with the output layer"
+        False, "use separate weights for embedding and output layer"
     )
     hidden_dropout: float = training_setting(0.0, "dropout on the hidden states", BELOW_ONE)
     attention_dropout: float = training_setting(0.0, "dropout on attention weights", BELOW_ONE)
@@ -163,7 +179,7 @@ class TransformerConfig:
     multi_latent_attention: bool = setting(False, "multi-latent attention", not_yet="multi-latent attention")
     spec: tuple[str, ...] = setting(
         (),
-        "custom layers: MODULE FUNCTION, where the function returns the spec of a layer or of all layers",
+        "custom layers: MODULE FUNCTION; the function returns the spec of one layer or of all layers",
         names_code=True,
     )
 
@@ -174,67 +190,76 @@ class MoEConfig:
 
     num_experts: int | None = setting(None, "number of experts", POSITIVE)
     moe_layer_freq: str = moe_setting(
-        "1", "layers with experts: every N-th, or a list like [0]*1+[1]*26 with 1 for experts"
+        "1", "layers with experts: every N-th layer, or a list such as [0]*1+[1]*26 with 1 for experts"
     )
-    moe_ffn_hidden_size: int = moe_setting(None, "width inside one expert (ffn-hidden-size)", POSITIVE)
+    moe_ffn_hidden_size: int = moe_setting(None, "inner width of one expert (ffn-hidden-size)", POSITIVE)
     moe_router_topk: int = moe_setting(2, "experts per token", POSITIVE)
     moe_router_score_function: str = moe_setting(
         "softmax", "function from router logits to scores", choices=("softmax", "sigmoid")
     )
     moe_router_pre_softmax: bool = moe_setting(
-        False, "softmax over all experts before the top-k, not over the selected ones", needs.SOFTMAX_SCORES
+        False,
+        "take the softmax over all experts before the top-k, not over the selected experts",
+        needs.SOFTMAX_SCORES,
     )
     moe_router_topk_scaling_factor: float | None = moe_setting(
-        None, "factor of the weights of the selected experts", POSITIVE
+        None, "factor for the routing weights of the selected experts", POSITIVE
     )
-    moe_router_num_groups: int | None = moe_setting(None, "expert groups for group-limited routing", POSITIVE)
-    moe_router_group_topk: int = moe_setting(None, "expert groups a token uses", POSITIVE)
+    moe_router_num_groups: int | None = moe_setting(
+        None, "number of expert groups for group-limited routing", POSITIVE
+    )
+    moe_router_group_topk: int = moe_setting(None, "number of expert groups that a token uses", POSITIVE)
     moe_router_dtype: str | None = moe_training_setting(
-        None, "precision of the router's logits (that of the model)", choices=("fp32", "fp64")
+        None, "dtype of the router logits (dtype of the model)", choices=("fp32", "fp64")
     )
     moe_router_load_balancing_type: tuple[str, ...] = moe_training_setting(
         ("aux_loss",),
-        "load-balancing methods of the experts, one or several",
+        "load-balancing losses of the experts, one or several",
         needs.BALANCING_WEIGHT,
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
     )
     moe_aux_loss_coeff: tuple[float, ...] = moe_training_setting(
-        (0.0,), "weight of the load-balancing loss(es)", NON_NEGATIVE, needs.BALANCING
+        (0.0,),
+        "weights of the load-balancing losses, one for all or one for each",
+        NON_NEGATIVE,
+        needs.BALANCING,
     )
     moe_z_loss_coeff: float | None = moe_training_setting(
-        None, "weight of the router's z-loss, which keeps its logits small", NON_NEGATIVE
+        None, "weight of the router z-loss, which penalizes large logits", NON_NEGATIVE
     )
     moe_router_enable_expert_bias: bool = moe_setting(
-        False, "balance without a loss: a selection bias, updated after every step"
+        False, "balance experts without a loss, by a selection bias that is updated after every step"
     )
     moe_router_bias_update_rate: float = moe_training_setting(
-        1e-3, "update of that bias per step", NON_NEGATIVE, needs.EXPERT_BIAS
+        1e-3, "change of the expert selection bias per step", NON_NEGATIVE, needs.EXPERT_BIAS
     )
     moe_token_dispatcher_type: str = moe_training_setting(
         "alltoall", "how tokens are dispatched to experts", choices=("alltoall", "allgather")
     )
     moe_grouped_gemm: bool | None = training_setting(
         None,
-        "run the experts of a rank as one grouped matmul (where its kernel exists: bf16 on a GPU)",
+        "run the experts of a rank as one grouped matmul (if its kernel exists: bf16 on a GPU)",
         sets={"--moe-grouped-gemm": True, "--no-moe-grouped-gemm": False},
     )
     moe_use_legacy_grouped_gemm: bool = moe_training_setting(
         False,
-        "an older grouped matmul",
-        notice="there is only one grouped matmul here, so this has no effect",
+        "accepted for Megatron scripts: an older grouped matmul",
+        notice="there is only one grouped matmul, so this has no effect",
     )
     moe_expert_capacity_factor: float | None = moe_training_setting(
-        None, "drop tokens above this multiple of an expert's equal share (none are dropped)", POSITIVE
+        None, "drop the tokens of an expert above this multiple of the mean load (none are dropped)", POSITIVE
     )
     moe_token_drop_policy: str = moe_training_setting(
         "probs",
-        "tokens to drop: those with the smallest weights, or the last ones",
+        "tokens to drop: those with the smallest routing weights (probs) or the last ones (position)",
         choices=("probs", "position"),
     )
     moe_shared_expert_intermediate_size: int | None = moe_setting(
-        None, "width of the shared expert, which every token uses", POSITIVE
+        None, "inner width of a shared expert, which every token uses (no shared expert)", POSITIVE
     )
-    moe_shared_expert_gate: bool = moe_setting(False, "gate the shared expert (Qwen2-MoE)")
+    moe_shared_expert_gate: bool = moe_setting(
+        False, "multiply the shared expert by a sigmoid gate (Qwen2-MoE)"
+    )
     moe_per_layer_logging: bool = moe_training_setting(
         False, "write the load of every layer's experts to metrics.jsonl"
     )
@@ -261,10 +286,12 @@ class KernelConfig:
         "local",
         "implementation of the layers",
         choices=("local", "transformer_engine"),
-        notice="there is only one implementation here, in PyTorch, so this has no effect",
+        notice="there is only one implementation, in PyTorch, so this has no effect",
     )
     use_mcore_models: bool = setting(
-        False, "Megatron's newer models", notice="there is one family of models here, so this has no effect"
+        False,
+        "accepted for Megatron scripts: the models of Megatron Core",
+        notice="there is only one implementation of models, so this has no effect",
     )
     attention_backend: str = setting(
         "auto",
@@ -272,56 +299,60 @@ class KernelConfig:
         choices=("auto", "flash", "cudnn", "efficient", "math", "fused", "unfused", "local"),
     )
     compile: str = setting(
-        "auto", "torch.compile for every layer: on a GPU (auto), always, never", choices=("auto", "on", "off")
+        "auto",
+        "compile every layer with torch.compile: on a GPU (auto), always (on) or never (off)",
+        choices=("auto", "on", "off"),
     )
     compile_layers_together: int = setting(
         1,
-        "layers per compiled function: more take longer to compile, but less host time per step, which limits small models",
+        "layers per compiled function: more layers take longer to compile, but reduce the host time of a step, which limits small models",
         POSITIVE,
     )
     cuda_graphs: str = setting(
         "auto",
-        "capture forward and backward of a micro-batch as CUDA graphs: if launching kernels takes longer than computing (auto), always, never",
+        "capture forward and backward of a micro-batch as CUDA graphs: if launching kernels takes longer than computing (auto), always (on) or never (off)",
         choices=("auto", "on", "off", "local", "transformer_engine", "none"),
         also="--cuda-graph-impl",
         sets={"--enable-cuda-graph": "on", "--external-cuda-graph": "on"},
     )
     cuda_graph_scope: tuple[str, ...] = setting(
         (),
-        "parts of the model to capture as CUDA graphs",
+        "accepted for Megatron scripts: parts of the model to capture as CUDA graphs",
         notice="--cuda-graphs always captures forward and backward of a whole micro-batch",
     )
     cuda_graph_warmup_steps: int = setting(
         3,
-        "steps before CUDA graphs are captured",
+        "accepted for Megatron scripts: steps before CUDA graphs are captured",
         NON_NEGATIVE,
-        notice="--cuda-graphs captures after one run of the same shape, so from the second step on",
+        notice="--cuda-graphs captures after one run of the same shape, so in the second step",
     )
     attention_softmax_in_fp32: bool = setting(
-        False, "softmax of attention in fp32", notice="attention here always takes the softmax in fp32"
+        False, "take the softmax of attention in fp32", notice="attention always takes the softmax in fp32"
     )
-    rope_fusion: bool = setting(True, "fused rotary kernel", notice="there is no separate rotary kernel here")
+    rope_fusion: bool = setting(
+        True, "fused rotary kernel", notice="there is no separate rotary kernel, so this has no effect"
+    )
     masked_softmax_fusion: bool = setting(
-        True, "fused masked softmax", notice="attention here has no separate masked softmax"
+        True, "fused masked softmax", notice="attention has no separate masked softmax, so this has no effect"
     )
     bias_swiglu_fusion: bool = setting(
         True,
-        "on a GPU, fuse the gate of an MLP in backward; without fp8, activations between its matmuls are recomputed and not stored",
+        "on a GPU, fuse the gate of an MLP in backward; without fp8, the activations between its matmuls are recomputed instead of stored",
     )
     fused_cross_entropy: str = setting(
         "auto",
-        "cross entropy without a copy of the logits in fp32; their gradient overwrites them (auto: on a GPU)",
+        "compute the cross entropy without an fp32 copy of the logits, which their gradient overwrites (auto: on a GPU)",
         choices=("auto", "on", "off"),
         sets={"--cross-entropy-loss-fusion": "on", "--no-cross-entropy-loss-fusion": "off"},
     )
     cross_entropy_fusion_impl: str = setting(
         "auto",
-        "implementation of it: torch operators (native) or one Triton kernel (te) (auto: the kernel on a GPU with Triton)",
+        "implementation of the fused cross entropy: torch operators (native) or one Triton kernel (te) (auto: the kernel on a GPU with Triton)",
         choices=("auto", "native", "te"),
     )
     cross_entropy_chunk: int = setting(
         32768,
-        "tokens whose logits a fused loss holds at a time; beyond it, logits are recomputed in backward",
+        "tokens per chunk of the fused cross entropy; with several chunks, logits are recomputed in backward",
         POSITIVE,
     )
 

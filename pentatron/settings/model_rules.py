@@ -8,7 +8,7 @@ from pentatron.settings.declaration import flag_of
 from pentatron.settings.layer_patterns import windowed_layers
 from pentatron.settings.layout_rules import Rule, error_of, indivisible, refuse_if
 from pentatron.settings.model import moe_layers
-from pentatron.settings.parameters import grid_of
+from pentatron.settings.model_sizes import grid_of
 from pentatron.settings.settings import Settings, is_unset
 
 # --- experts ---

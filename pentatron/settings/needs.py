@@ -1,6 +1,7 @@
 """Needs of the settings: each returns why a setting has no effect in a run, or an empty string if it has one.
 
-The docstring of a need names what it takes. The reason completes the notice `--flag value: …`.
+Each docstring names the condition under which the setting has an effect. The reason completes the notice
+`--flag value: …`.
 """
 
 from contextlib import suppress
@@ -45,7 +46,7 @@ SYNTHETIC_DATA = requires(
 
 
 def countable_epochs(s: Settings) -> str:
-    """Data whose samples are counted before the run starts."""
+    """Data with samples that are counted before the run starts."""
     if s.is_synthetic or s.epoch_samples is not None:
         return ""
     why = why_no_epochs(s)
@@ -92,20 +93,22 @@ def no_validation_data(s: Settings) -> str:
     return ""
 
 
-TEST = requires(lambda s: s.eval_iters, "nothing is evaluated (--eval-iters 0), so these files are not read")
+EVALUATION_ENABLED = requires(
+    lambda s: s.eval_iters, "nothing is evaluated (--eval-iters 0), so these files are not read"
+)
 
 
 def a_tokenizer(s: Settings) -> str:
-    """A checkpoint and a tokenizer, with which text is generated."""
+    """A checkpoint and a tokenizer, which generating text needs."""
     if not s.save_checkpoints:
-        return "the prompt is continued with the last checkpoint, and none is saved"
+        return "text is generated with the last checkpoint, but no checkpoint is saved"
     named = s.corpus or (training_files_flag(s) and (s.tokenizer_type or s.tokenizer_model))
     return "" if named else "there is no tokenizer, so no text can be generated"
 
 
-def prompt(s: Settings) -> str:
+def sample_prompt(s: Settings) -> str:
     """A prompt to continue."""
-    return "there is no --sample-prompt to continue" if s.sample_prompt is None else a_tokenizer(s)
+    return "there is no --sample-prompt" if s.sample_prompt is None else a_tokenizer(s)
 
 
 def text_or_ids(s: Settings) -> str:
@@ -120,7 +123,7 @@ def gpt2_tokenizer(s: Settings) -> str:
     """The GPT-2 tokenizer."""
     kind = s.tokenizer_type or ("HuggingFaceTokenizer" if s.tokenizer_model else None)
     if kind is not None and kind != "GPT2BPETokenizer":
-        return f"only GPT2BPETokenizer uses it, and the tokenizer is a {kind}"
+        return f"only GPT2BPETokenizer uses it, but the tokenizer is a {kind}"
     return text_or_ids(s)
 
 
@@ -134,7 +137,7 @@ def a_validation_set(s: Settings) -> str:
     return evaluation(s)
 
 
-KEPT = requires(lambda s: not s.is_synthetic, "synthetic samples have no cached order")
+CACHED_ORDER = requires(lambda s: not s.is_synthetic, "synthetic samples have no cached order")
 
 
 def a_choice_of_order(s: Settings) -> str:
@@ -147,22 +150,22 @@ def weighted_data(s: Settings) -> str:
     """Data with weights."""
     with suppress(UserError):
         if not any(Blend.parse(getattr(s, name)).weights for name in NAMED if getattr(s, name)):
-            return "no dataset has a weight, so none is built with additional samples"
+            return "no dataset has a weight, so no additional samples are built"
     return ""
 
 
-def documents(s: Settings) -> str:
-    """Text whose documents end with end-of-document tokens."""
+def document_ends(s: Settings) -> str:
+    """Text with end-of-document tokens between documents."""
     if not (s.corpus or s.data_path or s.mock_data):
         return "every synthetic sample is one document, so this has no effect"
-    loss = "with --sft every conversation is a document and its loss is on the answers"
+    loss = "with --sft every conversation is one document, and only answers have a loss"
     return f"{loss}, so this has no effect" if s.sft else ""
 
 
 CONVERSATIONS = requires(lambda s: s.sft, "there are no conversations (--sft), so this has no effect")
 
 
-def template(s: Settings) -> str:
+def chat_template(s: Settings) -> str:
     """Conversations that are formatted by a template."""
     none = "texts are concatenated without a template (--sft-tokenizer-prompt-format identity)"
     return CONVERSATIONS(s) or (none if s.sft_tokenizer_prompt_format == "identity" else "")
@@ -196,7 +199,7 @@ ORIGINAL_LENGTH = _scaling("llama3", "yarn")
 LLAMA3_SCALING = _scaling("llama3")
 YARN = _scaling("yarn")
 NO_FACTOR = requires(
-    lambda s: s.yarn_attention_factor is None, "--yarn-attention-factor is given and used as it is"
+    lambda s: s.yarn_attention_factor is None, "--yarn-attention-factor is given, so no value is computed"
 )
 MSCALES = requires(
     lambda s: s.yarn_mscale and s.yarn_mscale_all_dim,
@@ -209,7 +212,7 @@ def a_shorter_window(s: Settings) -> str:
     """A window shorter than the sequence, in at least one layer."""
     window, length = s.window_size, s.seq_length
     if window and (window[0] == -1 or window[0] >= length - 1):
-        return f"it covers all {length} tokens of a sequence (--seq-length), so every token attends to all before it"
+        return f"it covers all {length} tokens of a sequence (--seq-length), so attention is not limited"
     # A rule reports an invalid pattern.
     with suppress(ValueError):
         if window and not any(windowed_layers(s.window_attn_skip_freq, s.num_layers)):
@@ -225,7 +228,7 @@ def bias_alone(name: str) -> Need:
 
 PADDING_NOT_GIVEN = requires(
     lambda s: not s.given("padded_vocab_size"),
-    lambda s: f"--padded-vocab-size {s.padded_vocab_size} is given and used as it is",
+    lambda s: f"--padded-vocab-size {s.padded_vocab_size} is given, so no value is computed",
 )
 
 EXPERTS = requires(lambda s: s.num_experts, "there are no experts (--num-experts), so this has no effect")
@@ -291,7 +294,7 @@ ADAM = requires(lambda s: s.optimizer == "adam", lambda s: f"--optimizer {s.opti
 SGD = requires(lambda s: s.optimizer == "sgd", "--optimizer adam uses --adam-beta1 instead")
 
 
-def scaler(name: str) -> Need:
+def dynamic_loss_scale(name: str) -> Need:
     """Builds the need for dynamic loss scaling in fp16. A default of an entry point gets no notice."""
 
     def check(s: Settings) -> str:
@@ -306,7 +309,7 @@ def scaler(name: str) -> Need:
 def nonzero_loss_scale(s: Settings) -> str:
     """A loss scale other than 0."""
     effect = "the loss scale is dynamic" if s.fp16 else "the loss is not scaled"
-    return f"0 means none, so {effect}" if s.loss_scale == 0 else ""
+    return f"0 means no loss scale, so {effect}" if s.loss_scale == 0 else ""
 
 
 # --- layout: ranks to shard over, pipeline stages, recompute ---
@@ -384,17 +387,19 @@ PEERS = requires(lambda s: s.facts.world_size > 1, "one process runs no collecti
 def own_port(s: Settings) -> str:
     """Several processes, and no launcher that provides their rendezvous."""
     if s.facts.launcher:
-        return f"{s.facts.launcher} has chosen the rendezvous already"
+        return f"{s.facts.launcher} provides the rendezvous"
     return "one process has no rendezvous" if s.facts.world_size == 1 else ""
 
 
 OWN_PROCESSES = requires(
     lambda s: not s.facts.launcher,
-    lambda s: f"{s.facts.launcher} starts the processes, so it must restart them (torchrun: --max-restarts)",
+    lambda s: (
+        f"{s.facts.launcher} starts the processes, so only it can restart them (torchrun: --max-restarts)"
+    ),
 )
 SUPERVISOR = requires(
     lambda s: s.facts.world_size > 1 or s.max_restarts,
-    "one process runs without a supervisor; --max-restarts N starts it under one",
+    "one process has no supervisor unless --max-restarts N is given",
 )
 
 
@@ -405,11 +410,11 @@ def open_rendezvous(s: Settings) -> str:
         return f"{facts.launcher} provides the rendezvous (MASTER_ADDR), which is used instead"
     if facts.world_size == 1:
         return "one process has no rendezvous"
-    here = "the rendezvous of processes started here is on this machine; --master-port chooses the port"
+    here = "processes of this command have their rendezvous on this machine; --master-port sets the port"
     return "" if facts.launcher else here
 
 
-MEMORY = requires(
+MEMORY_SAMPLES = requires(
     lambda s: s.monitor_memory_continuously, "memory is not sampled (--monitor-memory-continuously)"
 )
 A_DASHBOARD = requires(
@@ -417,7 +422,7 @@ A_DASHBOARD = requires(
     "neither --tensorboard-dir nor --wandb-project is given",
 )
 WANDB = requires(lambda s: s.wandb_project is not None, "nothing is logged there without --wandb-project")
-PROGRESS = requires(lambda s: s.log_progress, "it is written to progress.txt, which needs --log-progress")
+PROGRESS_LOG = requires(lambda s: s.log_progress, "it is written to progress.txt, which needs --log-progress")
 
 
 def checkpoints(s: Settings) -> str:
@@ -431,14 +436,14 @@ RETENTION = requires(
 )
 OWN_FORMAT = requires(
     lambda s: s.ckpt_format != "torch",
-    "checkpoints of that format can be loaded; this run saves in Pentatron's format, which any layout can load",
+    "this format can only be loaded; this run saves in Pentatron's format, which any layout can load",
 )
-LOADED = requires(lambda s: s.given("load"), "nothing is loaded (--load)")
+LOAD_GIVEN = requires(lambda s: s.given("load"), "nothing is loaded (--load)")
 
 
 EXIT_SIGNAL_HANDLER = requires(
     lambda s: s.exit_signal_handler,
-    "any signal saves and stops a run; --exit-signal-handler makes the exit code 0 for this one",
+    "every signal saves and stops a run; with --exit-signal-handler this one gives exit code 0",
 )
 
 
@@ -455,7 +460,7 @@ def no_loss_scale_search(s: Settings) -> str:
     return stop_at_nan(s) if s.fp16 and not s.loss_scale else ""
 
 
-def in_run(s: Settings) -> str:
+def skipped_steps_in_run(s: Settings) -> str:
     """Steps to skip that the run reaches."""
     last, steps = s.train_iters, s.iterations_to_skip
     never = steps and last is not None and min(steps) > last
@@ -465,14 +470,14 @@ def in_run(s: Settings) -> str:
 PROFILE = requires(lambda s: s.profile, "nothing is profiled (--profile)")
 
 
-def a_rank(s: Settings) -> str:
+def profiled_rank_exists(s: Settings) -> str:
     """A profiled rank that exists."""
     ranks = s.facts.world_size
-    none = f"the last of the {ranks} ranks is {ranks - 1}, so none of these exists"
+    none = f"the ranks are 0 to {ranks - 1}, so none of these exists"
     return "" if min(s.profile_ranks, default=0) < ranks else none
 
 
-def profiled(s: Settings) -> str:
+def profile_in_run(s: Settings) -> str:
     """A profile that begins before the last step."""
     last = s.train_iters
     late = s.profile and last is not None and s.profile_step_start >= last
@@ -486,4 +491,6 @@ REPLICAS = requires(
     lambda s: s.facts.world_size > 1 or not s.check_weight_hash_across_dp_replicas_interval,
     "one process has no replicas to compare",
 )
-HISTORY = requires(lambda s: s.record_memory_history, "no allocations are recorded (--record-memory-history)")
+MEMORY_HISTORY = requires(
+    lambda s: s.record_memory_history, "no allocations are recorded (--record-memory-history)"
+)

@@ -12,15 +12,17 @@ class RunSettings:
     """Run"""
 
     preset: str | None = setting(
-        None, "named settings that files and flags override (`pentatron presets` lists them)", SILENT
+        None, "named set of settings, which files and flags override (`pentatron presets` lists them)", SILENT
     )
-    config: str | None = setting(None, "YAML, TOML or JSON settings file", SILENT, also="--yaml-cfg")
-    run_dir: str = setting(None, "folder of the run (that of --save if given, else runs/NAME)", SILENT)
-    fresh: bool = setting(False, "start a new run; an earlier one in the folder is moved aside", SILENT)
+    config: str | None = setting(None, "YAML, TOML or JSON file of settings", SILENT, also="--yaml-cfg")
+    run_dir: str = setting(None, "folder of the run (--save if given, else runs/NAME)", SILENT)
+    fresh: bool = setting(False, "start a new run and move an earlier run in the folder aside", SILENT)
     seed: int = setting(1234, "seed of initial weights, sample order and dropout", SEED, ORDER)
-    sample_prompt: str | None = setting(None, "prompt to continue at the end", needs.a_tokenizer, FREE)
+    sample_prompt: str | None = setting(
+        None, "prompt for a text that is generated at the end of the run", needs.a_tokenizer, FREE
+    )
     sample_tokens: int = setting(
-        120, "tokens to generate for --sample-prompt (0: none)", NON_NEGATIVE, needs.prompt, FREE
+        120, "tokens to generate for --sample-prompt (0: none)", NON_NEGATIVE, needs.sample_prompt, FREE
     )
 
 
@@ -32,7 +34,10 @@ class CheckpointConfig:
 
     save: str = setting(None, "checkpoint folder (RUN_DIR/checkpoints)", needs.checkpoints, SILENT)
     load: str = setting(
-        None, "checkpoints or Hugging Face model to load (those of the run)", SILENT, also="--hf"
+        None,
+        "run, checkpoint folder or Hugging Face model to load (the checkpoints of the run)",
+        SILENT,
+        also="--hf",
     )
     save_interval: int = setting(
         None,
@@ -61,28 +66,29 @@ class CheckpointConfig:
         True,
         "verify checksums before resuming, and of a new checkpoint before the last verified one is deleted",
     )
-    finetune: bool = setting(False, "load the weights alone and start at step 0")
+    finetune: bool = setting(False, "load only the weights and start at step 0")
     no_load_optim: bool = setting(False, "do not load the optimizer state")
     no_load_rng: bool = setting(False, "do not load the states of the random generators")
     allow_changed_data: bool = setting(
         False, "resume although the data has changed since the checkpoint; the changes are reported"
     )
     override_opt_param_scheduler: bool = setting(
-        False, "resume with the schedule of this command, without a notice that the checkpoint has another"
+        False,
+        "resume with the schedule of this command, without the notice that the checkpoint has a different one",
     )
     use_checkpoint_opt_param_scheduler: bool = setting(
         False, "resume with the learning rate and weight decay schedule of the checkpoint"
     )
     ckpt_step: int | None = setting(
-        None, "checkpoint step to load from --load (the newest)", NON_NEGATIVE, needs.LOADED
+        None, "checkpoint step to load from --load (the newest)", NON_NEGATIVE, needs.LOAD_GIVEN
     )
     exit_on_missing_checkpoint: bool = setting(
-        False, "exit if --load names the run's own folder and it has no checkpoint", needs.LOADED
+        False, "exit if --load is the checkpoint folder of the run and has no checkpoint", needs.LOAD_GIVEN
     )
     no_save_optim: bool = setting(
         False,
         "do not save the optimizer state",
-        notice="checkpoints always contain it, so that a run can resume; --finetune or an export uses the weights alone",
+        notice="checkpoints always contain it, so that a run can resume; --finetune and exports use only the weights",
     )
     no_save_rng: bool = setting(
         False,
@@ -99,8 +105,8 @@ class CheckpointConfig:
     )
     ckpt_format: str | None = setting(
         None,
-        "also load Megatron-LM's checkpoints, which contain pickle (torch_dist: and save in that format; torch: the older format "
-        "with a file per rank)",
+        "allow loading Megatron-LM's checkpoints, which contain pickle (torch_dist: also save in this format; torch: the older format "
+        "with one file per rank)",
         needs.OWN_FORMAT,
         choices=("torch_dist", "torch"),
     )
@@ -121,7 +127,7 @@ class LogConfig:
     log_interval: int = setting(10, "steps between lines of train.log", POSITIVE)
     log_throughput: bool = setting(False, "add TFLOP/s per GPU to the log lines")
     log_progress: bool = setting(False, "write every start and checkpoint of the run to SAVE/progress.txt")
-    tensorboard_dir: str | None = setting(None, "folder for TensorBoard")
+    tensorboard_dir: str | None = setting(None, "folder of the TensorBoard files")
     tensorboard_log_interval: int = setting(
         1, "steps between points in TensorBoard and Weights & Biases", POSITIVE, needs.A_DASHBOARD
     )
@@ -143,21 +149,27 @@ class LogConfig:
     )
     wandb_entity: str | None = setting(None, "team or user of Weights & Biases", needs.WANDB)
     wandb_save_dir: str | None = setting(
-        None, "folder for the files of Weights & Biases (RUN_DIR/wandb)", needs.WANDB
+        None, "folder of the Weights & Biases files (RUN_DIR/wandb)", needs.WANDB
     )
     monitor_memory_continuously: bool = setting(False, "write each rank's memory over time to RUN_DIR/memory")
-    memory_monitor_interval: float = setting(1.0, "seconds between memory samples", POSITIVE, needs.MEMORY)
+    memory_monitor_interval: float = setting(
+        1.0, "seconds between memory samples", POSITIVE, needs.MEMORY_SAMPLES
+    )
     save_performance_summary: bool = setting(False, "write RUN_DIR/performance_summary.json at the end")
     console_lines: str = setting(
-        "short", "terminal: a summary (short), or all of train.log (megatron)", choices=("short", "megatron")
+        "short",
+        "output in the terminal: a summary (short) or all lines of train.log (megatron)",
+        choices=("short", "megatron"),
     )
     profile: bool = setting(
-        False, "profile some steps: a trace in RUN_DIR/profile, or on a GPU a range for nsys", needs.profiled
+        False,
+        "profile some steps: a trace in RUN_DIR/profile, or on a GPU a range for nsys",
+        needs.profile_in_run,
     )
-    profile_step_start: int = setting(10, "steps before the profile", NON_NEGATIVE, needs.PROFILE)
+    profile_step_start: int = setting(10, "number of steps before the profile", NON_NEGATIVE, needs.PROFILE)
     profile_step_end: int = setting(12, "last step of the profile", POSITIVE, needs.PROFILE)
     profile_ranks: tuple[int, ...] = setting(
-        (0,), "profiled ranks", NON_NEGATIVE, needs.PROFILE, needs.a_rank
+        (0,), "ranks to profile", NON_NEGATIVE, needs.PROFILE, needs.profiled_rank_exists
     )
     use_pytorch_profiler: bool = setting(
         False, "on a GPU, write a trace by torch.profiler instead of a range for nsys"

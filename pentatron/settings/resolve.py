@@ -17,9 +17,9 @@ from pentatron.settings.entry_points import EntryPoint
 from pentatron.settings.files import paths_in_run, read_data_files, read_file
 from pentatron.settings.presets import presets
 from pentatron.settings.rules import out_of_limits, problems_of, unsupported_features
-from pentatron.settings.run_config import RunConfig, table
-from pentatron.settings.schedule import derive_length
-from pentatron.settings.settings import Assigned, Draft, Facts, Settings, is_unset
+from pentatron.settings.run_config import RunConfig, all_settings
+from pentatron.settings.run_length import derive_length
+from pentatron.settings.settings import Assigned, Draft, ProcessFacts, Settings, is_unset
 
 # If one of these is given, the default preset is not used.
 _REPLACES_DEFAULT_PRESET = (
@@ -37,14 +37,14 @@ _GENERIC_NAME = re.compile(
 class Resolved:
     """A resolved configuration, its settings with their origins, and the notices for the user.
 
-    `open`: the settings before the length of the run is derived, if it depends on an epoch that only the run
-    can count (`--epochs`).
+    `before_length`: the settings before the length of the run is derived, if it depends on an epoch that only
+    the run can count (`--epochs`).
     """
 
     config: RunConfig
     settings: Settings
     notices: Sequence[str]
-    open: Draft | None = None
+    before_length: Draft | None = None
 
     def given(self, name: str) -> bool:
         """Whether the user gave this value in a flag or a file."""
@@ -57,15 +57,15 @@ class Resolved:
 
     def with_notices(self, notes: Sequence[str]) -> "Resolved":
         """Returns a copy with further notices."""
-        draft = None if self.open is None else self.open.copy()
+        draft = None if self.before_length is None else self.before_length.copy()
         if draft is not None:
             draft.further_notices.extend(notes)
-        return replace(self, notices=[*self.notices, *notes], open=draft)
+        return replace(self, notices=[*self.notices, *notes], before_length=draft)
 
     def with_epoch(self, samples: int) -> "Resolved":
         """Derives the length of the run from the number of samples per epoch."""
-        assert self.open is not None, "the length is known"
-        draft = self.open.copy()
+        assert self.before_length is not None, "the length is known"
+        draft = self.before_length.copy()
         draft.epoch_samples = samples
         return _with_length(draft)
 
@@ -83,7 +83,7 @@ def gather(words: Sequence[str], entry: EntryPoint) -> Draft:
     preset = _defaults_with(given).preset
     if preset is None and given.keys().isdisjoint(_REPLACES_DEFAULT_PRESET):
         preset = entry.default_preset
-    values = {name: Assigned(item.default, "default") for name, item in table().items()}
+    values = {name: Assigned(item.default, "default") for name, item in all_settings().items()}
     values |= {name: Assigned(value, f"default of {entry.name}") for name, value in entry.defaults.items()}
     if preset is not None:
         values |= _preset(preset)
@@ -114,13 +114,14 @@ def _preset(name: str) -> dict[str, Assigned]:
     return {key: Assigned(value, f"preset {name}") for key, value in {**known[name], "preset": name}.items()}
 
 
-def resolve(draft: Draft, facts: Facts, built_only: bool = True) -> Resolved:
+def resolve(draft: Draft, facts: ProcessFacts, refuse_unimplemented: bool = True) -> Resolved:
     """Derives unset values, checks all settings and freezes them. Raises `ConfigError` with all problems.
 
-    Without `built_only` a missing feature is a notice rather than a problem, for commands that start no run.
+    Without `refuse_unimplemented` a missing feature is a notice rather than a problem, for commands that
+    start no run.
     """
     draft = draft.copy()
-    draft.facts, draft.built_only = facts, built_only
+    draft.facts, draft.refuse_unimplemented = facts, refuse_unimplemented
     _set_aside_wrong_values(draft)
     derive(draft)
     return _with_length(draft)
@@ -130,7 +131,7 @@ def _with_length(draft: Draft) -> Resolved:
     """Derives the length of the run, checks all settings and freezes them."""
     before = draft.copy()
     derive_length(draft)
-    missing = [] if draft.built_only else unsupported_features(draft)
+    missing = [] if draft.refuse_unimplemented else unsupported_features(draft)
     found = [problem for problem in problems_of(draft, draft.wrong) if problem not in missing]
     if problems := draft.problems + found:
         raise ConfigError(problems)
@@ -148,18 +149,18 @@ def notices_of_device(resolved: Resolved, decisions: Decisions) -> list[str]:
     return [line for line in lines if line not in resolved.notices]
 
 
-def problems_independent_of(draft: Draft, facts: Facts, unknown: Collection[str]) -> list[str]:
+def problems_independent_of(draft: Draft, facts: ProcessFacts, unknown: Collection[str]) -> list[str]:
     """Returns the problems that do not depend on the `unknown` settings. Does not change the draft."""
     copy = derived_settings(draft, facts, unknown)
     return copy.problems + problems_of(copy, {*copy.wrong, *unknown})
 
 
-def derived_settings(draft: Draft, facts: Facts, unknown: Collection[str] = ()) -> Draft:
+def derived_settings(draft: Draft, facts: ProcessFacts, unknown: Collection[str] = ()) -> Draft:
     """Returns a copy with values as `resolve` would derive them now, and `unknown` ones at their defaults."""
     copy = draft.copy()
     copy.facts = facts
     _set_aside_wrong_values(copy)
-    copy.assign("default", **{name: table()[name].default for name in unknown})
+    copy.assign("default", **{name: all_settings()[name].default for name in unknown})
     derive(copy)
     derive_length(copy)
     return copy
@@ -168,7 +169,7 @@ def derived_settings(draft: Draft, facts: Facts, unknown: Collection[str] = ()) 
 def _set_aside_wrong_values(draft: Draft) -> None:
     """Records errors and replaces invalid values by defaults, so that other settings can still be checked."""
     draft.wrong |= out_of_limits(draft)
-    draft.assign("default", **{name: table()[name].default for name in draft.wrong})
+    draft.assign("default", **{name: all_settings()[name].default for name in draft.wrong})
     draft.problems.extend(draft.wrong.values())
 
 
@@ -178,11 +179,11 @@ def _set_aside_wrong_values(draft: Draft) -> None:
 def notices_for(s: Settings, decisions: Decisions) -> list[str]:
     """Returns all notices for these settings. `decisions`: as the settings alone determine them."""
 
-    def idle(item: Setting) -> str:
+    def why_no_effect(item: Setting) -> str:
         notice = item.notice if getattr(s, item.name) != item.default else ""
-        return notice or decisions.idle.get(item.name) or item.unmet_need(s)
+        return notice or decisions.no_effect.get(item.name) or item.unmet_need(s)
 
-    lines = _notices_of_settings(s, idle)
+    lines = _notices_of_settings(s, why_no_effect)
     if s.attention_dropout > 0:
         effect = "the dropout mask depends on the layout, so other parallel sizes give other losses"
         hidden = "the mask of hidden dropout does not depend on it"
@@ -199,12 +200,12 @@ def notices_for(s: Settings, decisions: Decisions) -> list[str]:
 
 def notices_of_decisions(s: Settings, decisions: Decisions) -> list[str]:
     """Returns a notice for each given setting that has no effect by these decisions."""
-    return [*_notices_of_settings(s, lambda item: decisions.idle.get(item.name, "")), *decisions.remarks]
+    return [*_notices_of_settings(s, lambda item: decisions.no_effect.get(item.name, "")), *decisions.remarks]
 
 
-def _notices_of_settings(s: Settings, why_idle: Callable[[Setting], str]) -> list[str]:
-    requested = [item for name, item in table().items() if _is_requested(s, name)]
-    reasons = [(item, reason) for item in requested if (reason := why_idle(item))]
+def _notices_of_settings(s: Settings, why_no_effect: Callable[[Setting], str]) -> list[str]:
+    requested = [item for name, item in all_settings().items() if _is_requested(s, name)]
+    reasons = [(item, reason) for item in requested if (reason := why_no_effect(item))]
     return [f"{i.written(getattr(s, i.name), s.source(i.name))}: {reason}" for i, reason in reasons]
 
 
@@ -212,7 +213,7 @@ def _default_recompute(s: Settings) -> list[str]:
     """Reports the default method of full recompute, which Megatron would require."""
     if s.recompute_granularity != "full" or s.given("recompute_method"):
         return []
-    written = table()["recompute_granularity"].written("full", s.source("recompute_granularity"))
+    written = all_settings()["recompute_granularity"].written("full", s.source("recompute_granularity"))
     together = f"every {s.recompute_num_layers} layers are recomputed together"
     chunks = together if s.recompute_num_layers > 1 else "every layer is recomputed by itself"
     return [f"{written}: no --recompute-method is given, so uniform is used: {chunks}"]
@@ -238,7 +239,7 @@ def _is_requested(s: Settings, name: str) -> bool:
 
     A file may list all settings, so a default in a file does not count.
     """
-    return s.by_flag(name) or (s.given(name) and getattr(s, name) != table()[name].default)
+    return s.by_flag(name) or (s.given(name) and getattr(s, name) != all_settings()[name].default)
 
 
 # --- name of the run folder ---

@@ -13,7 +13,7 @@ from pentatron.settings.declaration import Setting, flag_of
 from pentatron.settings.layout_rules import LAYOUT_RULES, ZERO_RULES, Rule, error_of, indivisible, refuse_if
 from pentatron.settings.model_rules import MOE_RULES, POSITION_RULES, PRECISION_RULES
 from pentatron.settings.needs import data_sources
-from pentatron.settings.run_config import table
+from pentatron.settings.run_config import all_settings
 from pentatron.settings.settings import Settings, is_unset
 from pentatron.settings.training_rules import LOOP_RULES, SCHEDULE_RULES, SFT_RULES
 from pentatron.text import divisors, format_count, join_choices, parse_rendezvous_url
@@ -28,14 +28,14 @@ def problems_of(s: Settings, unsound: Collection[str] = ()) -> list[str]:
     usable = s.changed(**{name: (1,) if isinstance(getattr(s, name), tuple) else 1 for name in wrong})
     problems = [*wrong.values(), *unsupported_features(s)]
     for rule in RULES.values():
-        recorded = _Recorded(usable)
-        problem = rule(recorded)
-        if problem is not None and recorded._read.isdisjoint((*wrong, *unsound)):
+        tracker = _ReadTracker(usable)
+        problem = rule(tracker)
+        if problem is not None and tracker._read.isdisjoint((*wrong, *unsound)):
             problems.append(problem)
     return problems
 
 
-class _Recorded(Settings):
+class _ReadTracker(Settings):
     """Settings that record which of them were read."""
 
     def __init__(self, settings: Settings) -> None:
@@ -52,7 +52,7 @@ def out_of_limits(s: Settings) -> dict[str, str]:
     """Maps each setting whose value is out of its limits to the error."""
     return {
         name: f"{item.written(getattr(s, name))} must be {item.limit.words}"
-        for name, item in table().items()
+        for name, item in all_settings().items()
         if item.limit is not None and not item.limit.allows(getattr(s, name))
     }
 
@@ -60,7 +60,7 @@ def out_of_limits(s: Settings) -> dict[str, str]:
 def unsupported_features(s: Settings) -> list[str]:
     """Returns an error for each requested feature that is not implemented."""
     wanted: dict[str, list[Setting]] = {}
-    for name, item in table().items():
+    for name, item in all_settings().items():
         if item.refuses(getattr(s, name)):
             wanted.setdefault(item.not_yet, []).append(item)
     return [_missing(feature, items, s) for feature, items in wanted.items()]
@@ -109,7 +109,7 @@ def _spec(s: Settings) -> str | None:
     words = s.spec
     if len(words) in (0, 2):
         return None
-    return f"--spec {' '.join(words)} has {format_count(len(words), 'word')}; it takes two: MODULE FUNCTION"
+    return f"--spec {' '.join(words)} has {format_count(len(words), 'value')}, but needs two: MODULE FUNCTION"
 
 
 def _data(s: Settings) -> str | None:
@@ -154,7 +154,7 @@ RULES: dict[str, Rule] = {
     "graphs": _graphs,
     **PRECISION_RULES,
     **LOOP_RULES,
-    "meeting_point": refuse_if(
+    "rendezvous": refuse_if(
         lambda s: s.init_method is not None and parse_rendezvous_url(s.init_method) is None,
         "--init-method {s.init_method} must look like tcp://HOST:PORT, for example tcp://localhost:12345",
     ),

@@ -13,10 +13,10 @@ from pentatron.layout.schedules import schedule_problem
 from pentatron.layout.stages import StagePart, recompute_groups, stage_parts
 from pentatron.settings.declaration import Setting, settings_of
 from pentatron.settings.model import KernelConfig, MoEConfig, TransformerConfig, moe_layers
+from pentatron.settings.model_sizes import costs_of, division_of, grid_of
 from pentatron.settings.output import CheckpointConfig, LogConfig, RunSettings
 from pentatron.settings.parallel import LaunchConfig, MemoryConfig, ParallelConfig, PrecisionConfig
-from pentatron.settings.parameters import costs_of, division_of, grid_of
-from pentatron.settings.schedule import ScheduleLengths, batch_plan_of, schedule_lengths_of
+from pentatron.settings.run_length import ScheduleLengths, batch_plan_of, schedule_lengths_of
 from pentatron.settings.settings import Settings
 from pentatron.settings.training import DataConfig, LoopConfig, OptimConfig, TrainConfig
 from pentatron.text import divisors, join_choices, redact_value
@@ -136,7 +136,7 @@ class RunConfig:
         return batch_plan_of(self.settings)
 
     @property
-    def spans(self) -> ScheduleLengths:
+    def schedule_lengths(self) -> ScheduleLengths:
         """The lengths of the learning rate schedule, in samples."""
         return schedule_lengths_of(self.settings, self.batch_plan)
 
@@ -153,20 +153,20 @@ class RunConfig:
 
     def flat(self) -> dict[str, Any]:
         """Returns all settings by name, in the order of the table."""
-        return {s.name: getattr(getattr(self, s.section), s.name) for s in table().values()}
+        return {s.name: getattr(getattr(self, s.section), s.name) for s in all_settings().values()}
 
     def shared(self) -> dict[str, Any]:
         """Maps flags to the settings that must be equal in all processes: all but the launch section."""
         return {
             item.flag: list(value) if isinstance(value, tuple) else value
-            for (name, value), item in zip(self.flat().items(), table().values())
+            for (name, value), item in zip(self.flat().items(), all_settings().values())
             if item.section != "launch"
         }
 
     def nested(self) -> dict[str, dict[str, Any]]:
         """Returns all settings by section as JSON types, without secrets, to be saved with the run."""
         saved: dict[str, dict[str, Any]] = {section: {} for section in sections()}
-        for (name, value), item in zip(self.flat().items(), table().values()):
+        for (name, value), item in zip(self.flat().items(), all_settings().values()):
             saved[item.section][name] = redact_value(list(value) if isinstance(value, tuple) else value)
         return saved
 
@@ -182,7 +182,7 @@ def section_of(section: type[Section], settings: Any) -> Section:
 
 
 @functools.cache
-def table() -> dict[str, Setting]:
+def all_settings() -> dict[str, Setting]:
     """Returns all settings by name."""
     items = [item for section, cls in sections().items() for item in settings_of(section, cls)]
     by_name = {item.name: item for item in items}
@@ -205,14 +205,14 @@ def size_problem(config: RunConfig, size: int) -> str | None:
 def remaining_batch_sizes_problem(config: RunConfig, consumed_samples: int, steps_taken: int) -> str | None:
     """Returns an error for the first remaining batch size that cannot run in this layout, or None."""
     plan, left = config.batch_plan, config.train.train_iters - steps_taken
-    for stretch in plan.sizes(left, consumed_samples) if left > 0 else ():
-        if problem := size_problem(config, stretch.size):
-            batch = f"the batch of {stretch.size} samples at step {steps_taken + stretch.first_step + 1}"
-            return f"{batch} does not fit: {problem}; {_way_out(config)}"
+    for phase in plan.sizes(left, consumed_samples) if left > 0 else ():
+        if problem := size_problem(config, phase.size):
+            batch = f"the batch of {phase.size} samples at step {steps_taken + phase.first_step + 1}"
+            return f"{batch} does not fit: {problem}; {_batch_size_advice(config)}"
     return None
 
 
-def _way_out(config: RunConfig) -> str:
+def _batch_size_advice(config: RunConfig) -> str:
     common, replicas = config.batch_plan.common_divisor, config.grid.data
     chunk = (config.train.micro_batch_size or 1) * replicas
     if common % chunk == 0:

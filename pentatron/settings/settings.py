@@ -30,13 +30,13 @@ class Assigned:
 def is_unset(value: object) -> bool:
     """Whether a setting is neither given nor derived yet.
 
-    Its declared type is that in a resolved run, without None.
+    The declared type excludes None, because resolved settings are always set.
     """
     return value is None
 
 
 @dataclass(frozen=True)
-class Facts:
+class ProcessFacts:
     """Properties of the run that are not settings: its processes, the cores of this machine and the launcher.
 
     `launcher` is empty if Pentatron starts the processes. `has_rendezvous`: the launcher sets MASTER_ADDR.
@@ -49,7 +49,7 @@ class Facts:
     has_rendezvous: bool = False
 
 
-ONE_PROCESS = Facts(1)
+ONE_PROCESS = ProcessFacts(1)
 
 
 class Settings(
@@ -73,13 +73,16 @@ class Settings(
     `epoch_samples`: samples of one epoch of the training data, None if not counted.
     """
 
-    facts: Facts
+    facts: ProcessFacts
     epoch_samples: int | None
     _names: tuple[str, ...]
     _origins: dict[str, str]
 
     def __init__(
-        self, values: Mapping[str, Any], origins: Mapping[str, str] | None = None, facts: Facts = ONE_PROCESS
+        self,
+        values: Mapping[str, Any],
+        origins: Mapping[str, str] | None = None,
+        facts: ProcessFacts = ONE_PROCESS,
     ) -> None:
         # Bypasses __setattr__, as the sections are frozen dataclasses.
         self.__dict__.update(values)
@@ -170,8 +173,8 @@ class Draft(Settings):
 
     `notices` are printed before those of the rules, `further_notices` after them. `wrong` maps settings whose
     value is invalid by itself to the error. `in_run_folder` maps settings to paths relative to the run
-    folder, until that is known. `built_only`: a feature that is not implemented is a problem rather than a
-    notice.
+    folder, until that is known. `refuse_unimplemented`: a feature that is not implemented is a problem rather
+    than a notice.
     """
 
     def __init__(self, values: Mapping[str, Assigned], notices: Sequence[str] = ()) -> None:
@@ -182,7 +185,7 @@ class Draft(Settings):
         self.problems: list[str] = []
         self.wrong: dict[str, str] = {}
         self.in_run_folder: dict[str, str] = {}
-        self.built_only = True
+        self.refuse_unimplemented = True
 
     def copy(self) -> Self:
         other = super().copy()
@@ -199,13 +202,13 @@ class Start(Enum):
     """How a run treats an earlier run in its folder.
 
     `RESUME`: resume from the newest checkpoint step of the run. Without one, load `--load` or initialize
-    weights. `ANEW`: move an earlier run in the folder aside, then load `--load` or initialize weights.
+    weights. `NEW`: move an earlier run in the folder aside, then load `--load` or initialize weights.
     `IN_PLACE`: move nothing, as `--load` names the folder or something inside it, and load that. Checkpoint
     steps that are already there belong to earlier runs.
     """
 
     RESUME = "resume"
-    ANEW = "anew"
+    NEW = "new"
     IN_PLACE = "in place"
 
 
@@ -215,14 +218,14 @@ def start_of(s: Settings, load_given: bool, resumes: bool) -> Start:
     `resumes`: the program resumes by default, or this is a restart of its job.
     """
     if s.fresh:
-        return Start.ANEW
+        return Start.NEW
     if resumes or (s.skip_train and not load_given):
         return Start.RESUME
     if not load_given or is_unset(s.load):
-        return Start.ANEW
+        return Start.NEW
     if not any(getattr(s, name) for name in LOAD_OPTIONS) and is_checkpoint_folder(s.load, s.save):
         return Start.RESUME
-    return Start.IN_PLACE if s.skip_train or is_inside(s.load, s.run_dir, s.save) else Start.ANEW
+    return Start.IN_PLACE if s.skip_train or is_inside(s.load, s.run_dir, s.save) else Start.NEW
 
 
 def how_to_resume(start: Start, save: str) -> str:
@@ -234,7 +237,7 @@ def how_to_resume(start: Start, save: str) -> str:
 
 def other_run_error(run_dir: str) -> str:
     """Returns the beginning of the error for a derived run folder that holds another run."""
-    return f"another run is in {run_dir}; choose --run-dir for this one"
+    return f"another run is in {run_dir}; give another --run-dir"
 
 
 def is_checkpoint_folder(load: str, save: str) -> bool:

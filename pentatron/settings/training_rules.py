@@ -8,7 +8,7 @@ from pentatron.layout.batch import BatchSizeSchedule, batch_size_problem
 from pentatron.settings.data_paths import is_counted_in_run, training_files_flag, why_no_epochs
 from pentatron.settings.declaration import flag_of
 from pentatron.settings.layout_rules import Rule, error_of, refuse_if
-from pentatron.settings.schedule import ScheduleLengths, batch_plan_of, schedule_lengths_of
+from pentatron.settings.run_length import ScheduleLengths, batch_plan_of, schedule_lengths_of
 from pentatron.settings.settings import Settings, is_unset
 
 # --- evaluation, profiles and retained checkpoints ---
@@ -17,8 +17,8 @@ from pentatron.settings.settings import Settings, is_unset
 def _eval_batch(s: Settings) -> str | None:
     total = s.eval_global_batch_size or s.global_batch_size
     micro = s.eval_micro_batch_size or s.micro_batch_size
-    is_own = s.eval_global_batch_size is not None or s.eval_micro_batch_size is not None
-    if not is_own or total is None or micro is None:
+    is_given = s.eval_global_batch_size is not None or s.eval_micro_batch_size is not None
+    if not is_given or total is None or micro is None:
         return None
     problem = batch_size_problem(total, micro, s.data_parallel_size)
     return problem and f"in evaluation (--eval-global-batch-size, --eval-micro-batch-size): {problem}"
@@ -143,16 +143,16 @@ def _wsd(s: Settings) -> str | None:
         return None
     if s.lr_wsd_decay_iters is None and s.lr_wsd_decay_samples is None:
         return "--lr-decay-style WSD needs the length of its decay; give --lr-wsd-decay-iters or --lr-wsd-decay-samples"
-    lengths = _lengths(s)
-    if lengths is None:
+    found = _lengths(s)
+    if found is None:
         return None
-    plan, spans = lengths
-    if spans.warmup >= spans.decay or spans.warmup + spans.wsd <= spans.decay:
+    plan, lengths = found
+    if lengths.warmup >= lengths.decay or lengths.warmup + lengths.wsd <= lengths.decay:
         return None
-    unit, warmup, decay = "samples", int(spans.warmup), spans.decay
-    both = f"--lr-wsd-decay-samples {spans.wsd} and the warm-up of {spans.warmup:.0f}"
+    unit, warmup, decay = "samples", int(lengths.warmup), lengths.decay
+    both = f"--lr-wsd-decay-samples {lengths.wsd} and the warm-up of {lengths.warmup:.0f}"
     if s.lr_wsd_decay_samples is None:
-        unit, warmup, decay = "steps", s.lr_warmup_iters, plan.steps_within(spans.decay)
+        unit, warmup, decay = "steps", s.lr_warmup_iters, plan.steps_within(lengths.decay)
         both = f"--lr-wsd-decay-iters {s.lr_wsd_decay_iters} and the warm-up of {warmup}"
     advice = f"use {decay - warmup} or fewer"
     return f"{both} do not fit into the {decay} {unit} until the end of the decay; {advice}"

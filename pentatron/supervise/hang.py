@@ -22,7 +22,7 @@ from pentatron.supervise.processes import Failure, Process, rank_file, read_if_p
 
 # Phases with step limits. Any other phase (start, save, evaluation) may take as long as the collective
 # timeout.
-_STEADY = ("step", "reading data")
+_STEP_PHASES = ("step", "reading data")
 # A step is a hang after this many times the longest step so far, and after at least _LEAST_SECONDS.
 _TIMES_THE_LONGEST_STEP = 10
 _LEAST_SECONDS = 60.0
@@ -50,27 +50,27 @@ class HangLimits:
     collective: float
 
     @property
-    def pulse(self) -> float:
+    def heartbeat_timeout(self) -> float:
         return _LEAST_SECONDS if self.heartbeat is None else self.heartbeat
 
-    def silence(self, pace: RankStatus) -> float:
+    def silence_timeout(self, status: RankStatus) -> float:
         """Limit for a missing heartbeat. Outside of steps, I/O or compilation may hold the GIL for long."""
-        steady = _is_steady(pace) or self.heartbeat is not None
-        return self.pulse if steady else _TIMES_OUTSIDE_STEPS * self.pulse
+        in_steps = _is_in_steps(status) or self.heartbeat is not None
+        return self.heartbeat_timeout if in_steps else _TIMES_OUTSIDE_STEPS * self.heartbeat_timeout
 
-    def of(self, pace: RankStatus) -> float:
+    def progress_timeout(self, status: RankStatus) -> float:
         """Limit for a rank without progress."""
-        if not _is_steady(pace):
-            return max(self.collective, self.pulse)
+        if not _is_in_steps(status):
+            return max(self.collective, self.heartbeat_timeout)
         if self.heartbeat is not None:
             return self.heartbeat
-        usual = max(_LEAST_SECONDS, _TIMES_THE_LONGEST_STEP * pace.longest_step)
-        return max(usual, min(_TIMES_THE_FIRST_STEP * pace.first_step, self.collective))
+        usual = max(_LEAST_SECONDS, _TIMES_THE_LONGEST_STEP * status.longest_step)
+        return max(usual, min(_TIMES_THE_FIRST_STEP * status.first_step, self.collective))
 
 
-def _is_steady(pace: RankStatus) -> bool:
+def _is_in_steps(status: RankStatus) -> bool:
     """Whether the rank is in a step other than the first, which compiles."""
-    return pace.phase in _STEADY and pace.first_step > 0
+    return status.phase in _STEP_PHASES and status.first_step > 0
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class RankState:
     """
 
     beat: Heartbeat
-    silent: float
-    still: float
+    silent_seconds: float
+    stalled_seconds: float
     is_silent: bool
 
 
@@ -90,24 +90,24 @@ class RankState:
 class Hang:
     """A detected hang. `culprits`: the ranks that the others wait for; empty if undetermined."""
 
-    standing: Sequence[RankState]
+    rank_states: Sequence[RankState]
     culprits: Sequence[int]
 
     @property
     def step(self) -> int:
-        return max(s.beat.step for s in self.standing)
+        return max(s.beat.step for s in self.rank_states)
 
     def sentence(self, states: Mapping[int, str], ranks: int) -> str:
         """Describes the hang in one sentence. `states`: process states by rank, as far as known."""
         if not self.culprits:
-            places = "; ".join(f"rank {s.beat.rank} {_where(s.beat)}" for s in self.standing[:4])
+            places = "; ".join(f"rank {s.beat.rank} {_where(s.beat)}" for s in self.rank_states[:4])
             return f"the job hangs after step {self.step}; no single rank is the cause: {places}"
         return f"after step {self.step} rank {self.culprits[0]} of {ranks} {self._diagnosis(states)}"
 
     def _diagnosis(self, states: Mapping[int, str]) -> str:
         culprit = self.culprits[0]
-        standing = next(s for s in self.standing if s.beat.rank == culprit)
-        others = [s for s in self.standing if s.beat.rank not in self.culprits and s.beat.waits_in]
+        state = next(s for s in self.rank_states if s.beat.rank == culprit)
+        others = [s for s in self.rank_states if s.beat.rank not in self.culprits and s.beat.waits_in]
         waiting = more = ""
         if others:
             who = ranks_in_words([s.beat.rank for s in others])
@@ -116,12 +116,12 @@ class Hang:
         if len(self.culprits) > 1:
             verb = "does" if len(self.culprits) == 2 else "do"
             more = f" (so {verb} {ranks_in_words(self.culprits[1:])})"
-        if standing.is_silent:
-            state = states.get(culprit, "")
-            return f"is frozen{f' ({state})' if state else ''}: no heartbeat for {standing.silent:.0f} seconds{more}{waiting}"
-        if standing.beat.waits_in is not None:
-            return f"waits in a different collective than the other ranks, so it may have skipped one{more}: it {_where(standing.beat)}{waiting}"
-        return f"hangs{more}: for {standing.still:.0f} seconds it {_where(standing.beat)}{waiting}"
+        if state.is_silent:
+            process = states.get(culprit, "")
+            return f"is frozen{f' ({process})' if process else ''}: no heartbeat for {state.silent_seconds:.0f} seconds{more}{waiting}"
+        if state.beat.waits_in is not None:
+            return f"waits in a different collective than the other ranks, so it may have skipped one{more}: it {_where(state.beat)}{waiting}"
+        return f"hangs{more}: for {state.stalled_seconds:.0f} seconds it {_where(state.beat)}{waiting}"
 
 
 def _where(beat: Heartbeat) -> str:
@@ -141,7 +141,7 @@ class HangDetector:
         self._seen: dict[int, tuple[Heartbeat, float, float]] = {}
         self._last_check = 0.0
 
-    def look(self, beats: Sequence[Heartbeat], now: float, ranks: Sequence[int]) -> Hang | None:
+    def check(self, beats: Sequence[Heartbeat], now: float, ranks: Sequence[int]) -> Hang | None:
         """Returns the hang of the running `ranks`, if there is one."""
         if now - self._last_check > _SUSPENDED_SECONDS:
             # The machine was asleep or the launcher was stopped: heartbeats were missed.
@@ -149,48 +149,48 @@ class HangDetector:
         self._last_check = now
         self._seen = {rank: seen for rank, seen in self._seen.items() if rank in ranks}
         for beat in beats:
-            before, pulse_at, place_at = self._seen.get(beat.rank, (beat, now, now))
-            pulse_at = pulse_at if beat.pulse == before.pulse else now
+            before, beat_at, place_at = self._seen.get(beat.rank, (beat, now, now))
+            beat_at = beat_at if beat.pulse == before.pulse else now
             place_at = place_at if beat.place == before.place else now
-            self._seen[beat.rank] = beat, pulse_at, place_at
+            self._seen[beat.rank] = beat, beat_at, place_at
         if not beats or self.limits.heartbeat == 0:
             return None
-        standing = [
-            RankState(beat, now - pulse_at, now - place_at, now - pulse_at > self.limits.silence(beat))
-            for _, (beat, pulse_at, place_at) in sorted(self._seen.items())
+        rank_states = [
+            RankState(beat, now - beat_at, now - place_at, now - beat_at > self.limits.silence_timeout(beat))
+            for _, (beat, beat_at, place_at) in sorted(self._seen.items())
         ]
-        limit = max(self.limits.of(s.beat) for s in standing)
-        if any(s.is_silent for s in standing) or all(s.still > limit for s in standing):
-            return Hang(standing, find_culprits(standing))
+        limit = max(self.limits.progress_timeout(s.beat) for s in rank_states)
+        if any(s.is_silent for s in rank_states) or all(s.stalled_seconds > limit for s in rank_states):
+            return Hang(rank_states, find_culprits(rank_states))
         return None
 
 
-def find_culprits(standing: Sequence[RankState]) -> list[int]:
+def find_culprits(rank_states: Sequence[RankState]) -> list[int]:
     """Returns the ranks that the others wait for.
 
     These are silent ranks, else ranks outside of collectives, else ranks that have started fewer collectives
     of a group than its other members, else ranks in another collective than most.
     """
-    silent = [s.beat.rank for s in standing if s.is_silent]
+    silent = [s.beat.rank for s in rank_states if s.is_silent]
     if silent:
         return silent
-    busy = [s.beat.rank for s in standing if s.beat.waits_in is None]
-    if 0 < len(busy) < len(standing) or len(standing) == 1:
+    busy = [s.beat.rank for s in rank_states if s.beat.waits_in is None]
+    if 0 < len(busy) < len(rank_states) or len(rank_states) == 1:
         return busy
     behind: dict[int, None] = {}
-    for group in {name for s in standing for name in s.beat.counts}:
-        members = [s for s in standing if group in s.beat.counts]
+    for group in {name for s in rank_states for name in s.beat.counts}:
+        members = [s for s in rank_states if group in s.beat.counts]
         most = max(s.beat.counts[group] for s in members)
         behind.update(dict.fromkeys(s.beat.rank for s in members if s.beat.counts[group] < most))
-    if 0 < len(behind) < len(standing):
+    if 0 < len(behind) < len(rank_states):
         return sorted(behind)
-    return _minority(standing)
+    return _minority(rank_states)
 
 
-def _minority(standing: Sequence[RankState]) -> list[int]:
+def _minority(rank_states: Sequence[RankState]) -> list[int]:
     """Returns the ranks in another collective than most: with equal counts, they skipped one."""
     kinds: dict[tuple[int, str, int], list[int]] = {}
-    for s in standing:
+    for s in rank_states:
         call = s.beat.waits_in
         if call is not None and call.number:
             kinds.setdefault((s.beat.step, call.what, call.size), []).append(s.beat.rank)
@@ -222,12 +222,12 @@ def process_state(pid: int) -> str:
 def format_report(hang: Hang, sentence: str, stacks: Mapping[int, str]) -> str:
     """Formats the report of a hang: the culprit, the state of every rank, and stack traces."""
     lines = [f"{datetime.now().astimezone().isoformat(timespec='seconds')}: {sentence}", ""]
-    for rank_state in hang.standing:
-        beat = rank_state.beat
+    for state in hang.rank_states:
+        beat = state.beat
         mark = "  <- the others wait for this one" if beat.rank in hang.culprits else ""
         lines.append(f"rank {beat.rank} (process {beat.pid} on {beat.host}){mark}")
         lines.append(
-            f"  {beat.step} steps done, phase: {beat.phase}, without progress for {rank_state.still:.1f} s, last heartbeat {rank_state.silent:.1f} s ago"
+            f"  {beat.step} steps done, phase: {beat.phase}, without progress for {state.stalled_seconds:.1f} s, last heartbeat {state.silent_seconds:.1f} s ago"
         )
         lines.append(f"  {'in no collective' if beat.waits_in is None else f'waits in the {beat.waits_in}'}")
         counts = ", ".join(f"{name}: {count}" for name, count in beat.counts.items())
@@ -239,7 +239,7 @@ def format_report(hang: Hang, sentence: str, stacks: Mapping[int, str]) -> str:
         lines.append("")
     for rank, text in sorted(stacks.items()):
         title = f"--- stacks of rank {rank}, the innermost call first ---"
-        lines += [title, text.strip() or "(it did not answer)", ""]
+        lines += [title, text.strip() or "(no response)", ""]
     return "\n".join(lines)
 
 
@@ -260,7 +260,7 @@ class JobWatchdog:
 
     def __init__(self, limits: HangLimits, folder: Path) -> None:
         self.limits, self.folder = limits, folder
-        self._watch = HangDetector(limits)
+        self._detector = HangDetector(limits)
         self._next = 0.0
 
     def __call__(self, processes: Sequence[Process], job: Path) -> Failure | None:
@@ -271,15 +271,15 @@ class JobWatchdog:
         self._next = now + _CHECK_SECONDS
         running = [process for process in processes if process.code is None]
         beats = read_heartbeats(job, [process.rank for process in running])
-        hang = self._watch.look(beats, now, [process.rank for process in running])
-        return None if hang is None else self._settle(hang, running, job, len(processes))
+        hang = self._detector.check(beats, now, [process.rank for process in running])
+        return None if hang is None else self._report_hang(hang, running, job, len(processes))
 
-    def _settle(self, hang: Hang, running: Sequence[Process], job: Path, ranks: int) -> Failure:
+    def _report_hang(self, hang: Hang, running: Sequence[Process], job: Path, ranks: int) -> Failure:
         states = {process.rank: process_state(process.pid) for process in running}
         sentence = hang.sentence(states, ranks)
         # The signal would kill a worker that has not yet installed its handler, and sends no heartbeat
         # either.
-        listening = {standing.beat.rank for standing in hang.standing}
+        listening = {state.beat.rank for state in hang.rank_states}
         for process in running:
             if process.rank in listening:
                 process.send(STACKS_SIGNAL)
@@ -290,7 +290,7 @@ class JobWatchdog:
             path.write_text(format_report(hang, sentence, stacks), encoding="utf-8")
             sentence = f"{sentence}; {path} has the state of every rank"
         rank = hang.culprits[0] if hang.culprits else running[0].rank
-        return Failure(rank, 1, time.time(), "hung", story=sentence)
+        return Failure(rank, 1, time.time(), "hung", message=sentence)
 
 
 # Watchdog for hangs without our launcher, as under torchrun or Slurm: every rank watches itself and its
@@ -301,29 +301,29 @@ class JobWatchdog:
 # launcher sees a failure.
 
 
-_SLOWEST_PULSE = 5.0
+_LONGEST_PAUSE = 5.0
 # Heartbeats of the peers to compare before the job counts as hung.
-_LOOKS = 3
+_CHECKS = 3
 
 
 @dataclass(eq=False)
 class PeerWatchdog:
     """A rank's watchdog over itself and its peers.
 
-    `folder`: the run folder, on a shared file system. `tell` prints a line to the terminal.
+    `folder`: the run folder, on a shared file system. `print_line` prints to the terminal.
     """
 
-    where: RankStatus
+    status: RankStatus
     rank: int
     ranks: int
     folder: Path
     limits: HangLimits
-    tell: Callable[[str], None]
-    heart: HeartbeatWriter | None = None
+    print_line: Callable[[str], None]
+    writer: HeartbeatWriter | None = None
     _place: object = None
     _since: float = field(default_factory=time.monotonic)
     _first: dict[int, Heartbeat] = field(default_factory=dict)
-    _looks: int = 0
+    _checks: int = 0
     # Reports of earlier hangs, from before this start.
     _earlier_reports: frozenset[Path] = frozenset()
 
@@ -337,48 +337,48 @@ class PeerWatchdog:
             self._earlier_reports = frozenset(self.folder.glob("hang-*.txt"))
             self.beats.mkdir(exist_ok=True)
             path = heartbeat_path(self.beats, self.rank)
-            host, pause = os.uname().nodename, min(_SLOWEST_PULSE, self.limits.pulse / 4)
-            self.heart = HeartbeatWriter(path, self.rank, host, self.where, pause, True, self.at_pulse)
-            self.heart.start()
+            host, pause = os.uname().nodename, min(_LONGEST_PAUSE, self.limits.heartbeat_timeout / 4)
+            self.writer = HeartbeatWriter(path, self.rank, host, self.status, pause, True, self.on_beat)
+            self.writer.start()
 
     def close(self) -> None:
-        if self.heart is not None:
-            self.heart.close()
+        if self.writer is not None:
+            self.writer.close()
             with suppress(OSError):
                 self.beats.rmdir()
 
-    def at_pulse(self) -> None:
-        if self.where.place != self._place:
-            self._place, self._since, self._looks = self.where.place, time.monotonic(), 0
+    def on_beat(self) -> None:
+        if self.status.place != self._place:
+            self._place, self._since, self._checks = self.status.place, time.monotonic(), 0
             return
-        if time.monotonic() - self._since <= self.limits.of(self.where):
+        if time.monotonic() - self._since <= self.limits.progress_timeout(self.status):
             return
-        if self.heart is not None and self.heart.last_write_succeeded:
+        if self.writer is not None and self.writer.last_write_succeeded:
             # If this rank cannot write, peers probably cannot either, and only seem frozen.
             self._check_peers()
 
     def _check_peers(self) -> None:
         now = {beat.rank: beat for beat in read_heartbeats(self.beats, range(self.ranks))}
-        if not self._looks:
+        if not self._checks:
             self._first = now
-        self._looks += 1
+        self._checks += 1
         before = {rank: self._first.get(rank, beat) for rank, beat in now.items()}
         if any(beat.place != before[rank].place for rank, beat in now.items()):
             # A peer makes progress: this rank may be waiting for it.
-            self._looks = 0
-        elif self._looks > _LOOKS:
-            still = time.monotonic() - self._since
-            standing = []
+            self._checks = 0
+        elif self._checks > _CHECKS:
+            stalled = time.monotonic() - self._since
+            rank_states = []
             for rank, beat in now.items():
                 is_silent = beat.pulse == before[rank].pulse
-                standing.append(RankState(beat, still if is_silent else 0.0, still, is_silent))
-            self._report_and_exit(Hang(standing, find_culprits(standing)))
+                rank_states.append(RankState(beat, stalled if is_silent else 0.0, stalled, is_silent))
+            self._report_and_exit(Hang(rank_states, find_culprits(rank_states)))
 
     def _report_and_exit(self, hang: Hang) -> None:
         host = os.uname().nodename
-        states = {s.beat.rank: process_state(s.beat.pid) for s in hang.standing if s.beat.host == host}
+        states = {s.beat.rank: process_state(s.beat.pid) for s in hang.rank_states if s.beat.host == host}
         with suppress(OSError), (self.beats / f"rank-{self.rank:05d}.log").open("a") as log:
-            log.write(f"hangs after step {self.where.step}, the innermost call first:\n")
+            log.write(f"hangs after step {self.status.step}, the innermost call first:\n")
             log.flush()
             faulthandler.dump_traceback(log, all_threads=True)
         sentence = hang.sentence(states, self.ranks)
@@ -388,9 +388,9 @@ class PeerWatchdog:
             with path.open("x", encoding="utf-8") as file:
                 file.write(format_report(hang, sentence, {}))
                 file.write(f"The stacks of the ranks that responded are in {self.beats}.\n")
-            self.tell(f"{sentence}; {path} has the state of every rank, and {self.beats} has their stacks")
+            self.print_line(f"{sentence}; {path} has the state of every rank, {self.beats} their stacks")
         except FileExistsError:
             pass
         except OSError as error:
-            self.tell(f"{sentence}; {path} cannot be written ({error.strerror})")
+            self.print_line(f"{sentence}; {path} cannot be written ({error.strerror})")
         os._exit(1)

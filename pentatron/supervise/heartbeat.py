@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pentatron.files import fsync
-from pentatron.parallel.rank_status import Call, RankStatus
+from pentatron.parallel.rank_status import PendingCall, RankStatus
 
 # Header: step, first step and whether the run folder is locked. The training thread writes it at once, so
 # that it is exact even if the rank is killed.
@@ -45,7 +45,7 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
         content = json.loads(text[_EXACT_BYTES:].decode())
         call = content.pop("waits_in")
         content |= {"step": step, "began": began, "opened": bool(opened)}
-        return Heartbeat(waits_in=None if call is None else Call(*call), **content)
+        return Heartbeat(waits_in=None if call is None else PendingCall(*call), **content)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -54,17 +54,17 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
 class HeartbeatWriter:
     """Writes this rank's heartbeat to `path` every `pause` seconds.
 
-    `synced`: calls fsync, for readers on other machines. `at_pulse` is called after each write, by the same
+    `synced`: calls fsync, for readers on other machines. `on_beat` is called after each write, by the same
     thread.
     """
 
     path: Path
     rank: int
     host: str
-    where: RankStatus
+    status: RankStatus
     pause: float
     synced: bool = False
-    at_pulse: Callable[[], None] | None = None
+    on_beat: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         self._about: dict[str, Any] = {"rank": self.rank, "pid": os.getpid(), "host": self.host}
@@ -75,16 +75,18 @@ class HeartbeatWriter:
         self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         os.ftruncate(self._file, _BYTES)
         if not self.synced:
-            self.where.on_step_done = self.where.on_opened = self._write_exact
+            self.status.on_step_done = self.status.on_opened = self._write_exact
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        self.where.begin_at(self.where.step)
+        self.status.begin_at(self.status.step)
         self.beat()
         self._thread.start()
 
     def _exact(self) -> bytes:
-        return f"{self.where.step} {self.where.began} {int(self.where.opened)}".encode().ljust(_EXACT_BYTES)
+        return f"{self.status.step} {self.status.began} {int(self.status.opened)}".encode().ljust(
+            _EXACT_BYTES
+        )
 
     def _write_exact(self) -> None:
         # Runs in the training thread.
@@ -93,7 +95,7 @@ class HeartbeatWriter:
 
     def beat(self) -> None:
         self._pulse += 1
-        content = {**self._about, **self.where.to_json(), "pulse": self._pulse}
+        content = {**self._about, **self.status.to_json(), "pulse": self._pulse}
         text = json.dumps(content).encode().ljust(_BYTES - _EXACT_BYTES)
         if self.synced:
             text = self._exact() + text
@@ -108,13 +110,13 @@ class HeartbeatWriter:
     def _run(self) -> None:
         while not self._stop.wait(self.pause):
             self.beat()
-            if self.at_pulse is not None:
-                self.at_pulse()
+            if self.on_beat is not None:
+                self.on_beat()
 
     def close(self) -> None:
         """Stops the thread and removes the file."""
         self._stop.set()
-        self.where.on_step_done = self.where.on_opened = None
+        self.status.on_step_done = self.status.on_opened = None
         self._thread.join(timeout=5)
         with suppress(OSError):
             os.close(self._file)
@@ -122,10 +124,10 @@ class HeartbeatWriter:
 
 
 @contextmanager
-def running_heartbeat(heart: HeartbeatWriter | None) -> Iterator[None]:
+def running_heartbeat(writer: HeartbeatWriter | None) -> Iterator[None]:
     """Context manager that runs the heartbeat. After an error the file stays, for the failure report."""
-    if heart is not None:
-        heart.start()
+    if writer is not None:
+        writer.start()
     yield
-    if heart is not None:
-        heart.close()
+    if writer is not None:
+        writer.close()

@@ -88,7 +88,7 @@ class JobResult:
         # A worker was killed: by a signal before it had its handler, or otherwise while it was stopping.
         return 128 - self.exit_code if -self.exit_code in WATCHED else 1
 
-    def story(self, ranks: int, when: str = "") -> str:
+    def failure_message(self, ranks: int, when: str = "") -> str:
         """Describes the first failure with its traceback."""
         first = self.failures[0]
         sentence = first.sentence(ranks, when)
@@ -195,7 +195,7 @@ def _follow(
     forwarded, deadline = False, None
     while True:
         for process in processes:
-            process.look()
+            process.poll()
         codes = [process.code for process in processes]
         if None not in codes or signals.is_impatient:
             return None

@@ -38,7 +38,7 @@ class Process:
     def pid(self) -> int:
         return self.handle.pid
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Polls the process; at its end kills its process group, which has the data loader workers."""
         if self.code is None and (code := self.handle.poll()) is not None:
             self.code, self.ended_at = code, time.time()
@@ -109,13 +109,13 @@ def start_workers(
 
 def kill_all(processes: Sequence[Process]) -> None:
     for process in processes:
-        process.look()
+        process.poll()
         process.kill()
     deadline = time.monotonic() + _REAPING_SECONDS
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.handle.wait(max(0.0, deadline - time.monotonic()))
-        process.look()
+        process.poll()
 
 
 @dataclass
@@ -146,7 +146,7 @@ _LONGEST_CRASH = 40
 class Failure:
     """The failure of a rank.
 
-    `kind`: from the rank's own record, or set by the launcher. `text`: its traceback, if any. `story`: the
+    `kind`: from the rank's own record, or set by the launcher. `text`: its traceback, if any. `message`: the
     complete message about a hang.
     """
 
@@ -155,10 +155,10 @@ class Failure:
     at: float
     kind: str = ""
     text: str = ""
-    story: str = ""
+    message: str = ""
 
     def sentence(self, ranks: int, when: str) -> str:
-        return self.story or f"rank {self.rank} of {ranks} {self.how} {when}".rstrip()
+        return self.message or f"rank {self.rank} of {ranks} {self.how} {when}".rstrip()
 
     @property
     def is_consequence(self) -> bool:
@@ -188,9 +188,9 @@ class Failure:
 
 _DESCRIPTIONS = {
     "hung": "hung",
-    "silent": "did not answer the others, and was ended",
+    "silent": "did not respond to the others and was killed",
     "unfinished": "ended with exit code 0 and unfinished work",
-    "early": "ended before the others were done, without an error",
+    "early": "exited before the others, without an error",
 }
 _HINTS: dict[int, str] = {
     signal.SIGABRT: " (NCCL does that when a collective waits longer than --distributed-timeout-minutes)",

@@ -37,12 +37,12 @@ class StopRequest:
     mount or while data is tokenized, and Python resumes a blocked call after a handler that returns.
 
     Further signals are ignored: schedulers repeat theirs, which must not interrupt the save. `launcher`:
-    process ID to watch. `tells`: whether Ctrl-C prints a line.
+    process ID to watch. `prints_notice`: whether Ctrl-C prints a line.
     """
 
-    def __init__(self, launcher: int | None = None, tells: bool = False) -> None:
+    def __init__(self, launcher: int | None = None, prints_notice: bool = False) -> None:
         self._received: signal.Signals | None = None
-        self._tells = tells
+        self._prints_notice = prints_notice
         self._launcher = launcher
         self._since = 0.0
         self.is_starting = False
@@ -63,7 +63,7 @@ class StopRequest:
             self._received, self._since = signal.Signals(number), time.monotonic()
             if self.is_starting:
                 raise StoppedEarly(self._received)
-            if self._tells and number == signal.SIGINT:
+            if self._prints_notice and number == signal.SIGINT:
                 # A step and its save may take minutes. Python's streams are not safe in a signal handler.
                 with contextlib.suppress(OSError):
                     os.write(2, b"Ctrl-C: stopping after this step; press again to stop immediately\n")

@@ -36,7 +36,7 @@ class Supervisor:
 
     Args: limit: number of restarts in a row that may reach no new checkpoint. A new checkpoint resets the
     count, as a run of weeks has many unrelated crashes. folder: the run folder, whose log gets the lines that
-    `tell` prints to the terminal. resumes: whether the first start resumes the run in the folder, too.
+    `print_line` prints to the terminal. resumes: whether the first start resumes the run in the folder, too.
     saved_step: returns the last step to resume from. resume_hint: how the user resumes the run.
     """
 
@@ -47,7 +47,7 @@ class Supervisor:
     signals: ReceivedSignals
     resumes: bool
     saved_step: Callable[[], int | None]
-    tell: Callable[[str], None]
+    print_line: Callable[[str], None]
     sleep: Callable[[float], None] = time.sleep
     resume_hint: str = "the same command resumes from there"
     # Whether another job holds the folder, which is then not written to.
@@ -95,8 +95,10 @@ class Supervisor:
         others = (
             f"; {self.folder / 'ranks'} has the tracebacks of the other ranks" if len(records) > 1 else ""
         )
-        story = ended.story(self.ranks, when)
-        self.tell(f"{story}\n(rank {first.rank} failed first{others})" if first.text else f"{story}{others}")
+        message = ended.failure_message(self.ranks, when)
+        self.print_line(
+            f"{message}\n(rank {first.rank} failed first{others})" if first.text else f"{message}{others}"
+        )
         self._log(f"{ERROR_PREFIX}{first.sentence(self.ranks, when)}")
 
     def _keep(self, failures: Sequence[Failure], restarts: int) -> list[Path]:
@@ -136,7 +138,7 @@ class Supervisor:
         return f"restarting {place}{pause} ({in_vain + 1} of {self.limit}); {again}"
 
     def _say(self, text: str) -> None:
-        self.tell(text)
+        self.print_line(text)
         self._log(text)
 
     def _log(self, text: str) -> None:

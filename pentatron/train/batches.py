@@ -75,7 +75,7 @@ class Prefetcher(Iterator[Batch]):
         self._queue: queue.Queue[_Item] = queue.Queue(max(1, depth))
         self._closed = threading.Event()
         arguments = (batches, transport, self._queue, self._closed)
-        self._thread = threading.Thread(target=_prefetch, args=arguments, name="read-ahead", daemon=True)
+        self._thread = threading.Thread(target=_prefetch, args=arguments, name="prefetch", daemon=True)
         self._thread.start()
 
     def __next__(self) -> Batch:
@@ -135,7 +135,7 @@ def micro_batches(
     reading = (config.data.num_workers, on_gpu, config.data.prefetch_factor)
     # `iter` starts the worker processes of the loader before the prefetch thread.
     batches = iter(build_loader(dataset, consumed_samples, size, ranks.rank, ranks.size, *reading))
-    return Prefetcher(batches, ahead, CopyToGPU(world.copies)) if on_gpu else batches
+    return Prefetcher(batches, ahead, CopyToGPU(world.copy_stream)) if on_gpu else batches
 
 
 def next_step_batches(
@@ -157,7 +157,7 @@ def next_step_batches(
         step_batches = list(itertools.islice(batches, count))
     except UserError as error:
         problem, verdict = str(error), _BAD_DATA
-    verdict = largest(verdict, world.everyone)
+    verdict = largest(verdict, world.all_ranks)
     if verdict == _BAD_DATA:
-        raise_on_all_ranks(problem, world.everyone)
+        raise_on_all_ranks(problem, world.all_ranks)
     return step_batches, signal.Signals(verdict) if verdict else None

@@ -77,7 +77,7 @@ def _bits(number: float) -> Tensor:
 
 
 def _name(generator: str, world: World) -> str:
-    return f"rng/{generator}/rank-{world.everyone.rank:05d}"
+    return f"rng/{generator}/rank-{world.all_ranks.rank:05d}"
 
 
 @dataclass(eq=False)
@@ -94,7 +94,7 @@ class Checkpoints:
     def __post_init__(self) -> None:
         self.config, self.world = self.model.config, self.model.world
         background = self.config.checkpoint.async_save
-        self.saver = Saver(self.store, self.world.everyone, background, self.output.say)
+        self.saver = Saver(self.store, self.world.all_ranks, background, self.output.say)
         # The step of the last started save.
         self._started = self.saved
         self.optimizer.update.before = self.saver.wait_until_copied
@@ -124,27 +124,29 @@ class Checkpoints:
                 self._log(self.saver.wait_for_previous())
             except SaveError as failure:
                 self._warn(failure)
-            changing, own = self.model.routers.fragments(owned_only=True), random_state(self.world)
+            routers, generators = self.model.routers.fragments(owned_only=True), random_state(self.world)
             state, config = self.state.to_json(), self.config.nested()
-            self.saver.begin(step, self.optimizer.fragments(owned_only=True), changing, own, state, config)
+            self.saver.begin(
+                step, self.optimizer.fragments(owned_only=True), routers, generators, state, config
+            )
             if not self.saver.background:
-                self._log(self.saver.settle(wait=True))
+                self._log(self.saver.commit_pending(wait=True))
         self._started = step
         if self.saver.background:
             self.output.note(
                 f"  scheduled an async checkpoint save at iteration {step:7d} to {self.store.folder}"
             )
-        self.output.note(self.model.timers.block(self.world.everyone, only=_SAVE_TIMER))
+        self.output.note(self.model.timers.block(self.world.all_ranks, only=_SAVE_TIMER))
 
-    def settle(self, wait: bool = False) -> None:
+    def commit_pending(self, wait: bool = False) -> None:
         """Commits a finished background save. Called between steps, and with `wait` at the end of the run.
 
         A failure is a warning between steps, as a later save follows, and an error at the end.
         """
         try:
             # The hang detection allows a save more time than a step.
-            with self.world.whereabouts.doing("saving") if wait else contextlib.nullcontext():
-                self._log(self.saver.settle(wait))
+            with self.world.status.doing("saving") if wait else contextlib.nullcontext():
+                self._log(self.saver.commit_pending(wait))
         except SaveError as failure:
             if wait:
                 raise
@@ -157,15 +159,15 @@ class Checkpoints:
             f"warning: {failure.what}; {self.last}. Training continues and the next save tries again"
         )
 
-    def settle_after_error(self, error: Exception) -> None:
+    def commit_pending_after_error(self, error: Exception) -> None:
         """Finishes a background save while all ranks end with `error`; a second error is only logged."""
         try:
-            self.settle(wait=True)
+            self.commit_pending(wait=True)
         except (ValueError, OSError) as second:
             if second is not error:
                 self.output.say(f"note: {second}")
 
-    def leave(self) -> None:
+    def finish_on_exit(self) -> None:
         """Called at the exit of a program with its own loop: finishes a background save it has not waited
         for.
 
@@ -175,8 +177,8 @@ class Checkpoints:
         step = self.saver.under_way
         if step is None:
             return
-        if self.world.everyone.size == 1:
-            self.settle(wait=True)
+        if self.world.all_ranks.size == 1:
+            self.commit_pending(wait=True)
         else:
             self.output.say(
                 f"note: the program ended while the checkpoint of step {step} was being written, so it is not saved; call "

@@ -36,7 +36,7 @@ class Compilation:
         self._reported: set[str] = set()
         self._reported_time = False
 
-    def watch(self, where: RankStatus) -> None:
+    def watch(self, status: RankStatus) -> None:
         """Registers callbacks that time the compiler and set the phase of the rank status to "compiling"."""
         from torch._dynamo.callback import callback_handler
 
@@ -44,13 +44,13 @@ class Compilation:
         reference, running = weakref.ref(self), list[tuple[float, str]]()
 
         def begin(*_: object) -> None:
-            running.append((time.perf_counter(), where.phase))
-            where.phase = "compiling"
+            running.append((time.perf_counter(), status.phase))
+            status.phase = "compiling"
 
         def end(*_: object) -> None:
             if not running:
                 return
-            started, where.phase = running.pop()
+            started, status.phase = running.pop()
             if (this := reference()) is not None:
                 this.seconds += time.perf_counter() - started
 
@@ -74,7 +74,7 @@ class Compilation:
 
         weakref.finalize(self, unregister)
 
-    def took(self, step_seconds: float) -> Iterator[str]:
+    def time_lines(self, step_seconds: float) -> Iterator[str]:
         """Yields a line about the compile time, once, after the first step."""
         if self.compiled.layers and not self._reported_time:
             self._reported_time = True
@@ -121,11 +121,13 @@ def check_compilation(
     torch._dynamo.config.suppress_errors = not decided.required
     # Autotuning may choose other kernels in each run, which sum in another order.
     options = {"deterministic": True} if decided.deterministic else None
-    return CompileOptions(options=options, together=decided.together, documents=decided.documents), ()
+    return CompileOptions(
+        options=options, layers_per_graph=decided.layers_per_graph, documents=decided.documents
+    ), ()
 
 
 def track_compilation(
-    compile: CompileOptions | None, notes: tuple[str, ...], stages: Iterable[CausalLM], where: RankStatus
+    compile: CompileOptions | None, notes: tuple[str, ...], stages: Iterable[CausalLM], status: RankStatus
 ) -> Compilation:
     """Returns the compiled part of stages that were built with the result of `check_compilation`.
 
@@ -134,9 +136,9 @@ def track_compilation(
     if compile is None:
         return Compilation(notes=notes)
     compiled = compilation_report(layer for stage in stages for layer in stage.layers.values())
-    compilation = Compilation(compiled, tuple(f"not compiled: {what}" for what in compiled.left_out))
+    compilation = Compilation(compiled, tuple(f"not compiled: {what}" for what in compiled.graph_breaks))
     if compiled.layers:
-        compilation.watch(where)
+        compilation.watch(status)
     return compilation
 
 
@@ -146,7 +148,7 @@ def _in_one_line(message: str) -> str:
     if lines[0].startswith(_GIVEN_UP[1]):
         errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)[:(]", line)]
         what, reason = lines[0].removeprefix(_GIVEN_UP[1]).strip(), (errors or lines)[-1]
-        return f"torch cannot compile {what}, which runs as it is ({reason[:200]})"
+        return f"torch cannot compile {what}, which runs uncompiled ({reason[:200]})"
     what, reason = (
         next((line.removeprefix(begin).strip() for line in lines if line.startswith(begin)), "unknown")
         for begin in ("function:", "last reason:")

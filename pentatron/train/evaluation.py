@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pentatron.checkpoint.state import TrainState
-from pentatron.data.datasets import Datasets
 from pentatron.data.loader import Batch, FiniteDataset, PaddedDataset, RepeatedDataset
+from pentatron.data.open_data import Datasets
 from pentatron.monitor.report import perplexity
 from pentatron.train.batches import micro_batches, next_step_batches
 from pentatron.train.model import ParallelModel
@@ -46,8 +46,8 @@ class Evaluation:
             losses["validation"] = loss
         if self.ended_by is None and (loss := self.test(f"iteration {step} on test set")) is not None:
             losses["test"] = loss
-        if self.datasets.untested:
-            self.output.note(f"no test: {self.datasets.untested}")
+        if self.datasets.no_test:
+            self.output.note(f"no test: {self.datasets.no_test}")
         return losses
 
     def test(self, where: str) -> float | None:

@@ -14,8 +14,8 @@ from pentatron.data.loader import Batch
 from pentatron.errors import AgreedError, NonFiniteError
 from pentatron.optim.build import AnyOptimizer
 from pentatron.parallel.collectives import gather_objects
-from pentatron.parallel.encoding import sendable
 from pentatron.parallel.executor import StageProgram
+from pentatron.parallel.serialization import sendable
 from pentatron.parallel.sharding import Shape
 from pentatron.text import plural
 from pentatron.train.model import MicroBatches, ParallelModel
@@ -65,32 +65,32 @@ def repeat_step(
 
     Returns its result, and the origin of its NaN/inf, if it has any.
     """
-    watch, rank = _Watch(model), model.world.everyone.rank
-    with watch.installed(), model.compilation.off():
-        again = start_step(model, optimizer, batches, step, scale, watch.around).wait()
+    probe, rank = _NonFiniteProbe(model), model.world.all_ranks.rank
+    with probe.installed(), model.compilation.off():
+        again = start_step(model, optimizer, batches, step, scale, probe.wrap).wait()
     # A list: every rank iterates to the end, as `model_weights` may be collective.
     weights = [(n, f.tensor) for n, f in enumerate(optimizer.model_weights()) if not _is_finite(f.values)]
-    place = watch.place
+    place = probe.place
     if weights:
         place = NanLocation(_WEIGHT, 0, -1, weights[0][0], rank, f"the weight {weights[0][1]}")
     elif place is None and (name := first_nonfinite_gradient(optimizer)) is not None:
         place = NanLocation(_REDUCED, 0, -1, 0, rank, f"the gradient of {name}")
-    places = [p for p in gather_objects(place, model.world.everyone) if p is not None]
+    places = [p for p in gather_objects(place, model.world.all_ranks) if p is not None]
     return again, min(places, default=None)
 
 
-class _Watch:
+class _NonFiniteProbe:
     """Runs the stages with hooks that find the first module output and the first gradient with NaN/inf."""
 
     def __init__(self, model: ParallelModel) -> None:
-        self.model, self.rank = model, model.world.everyone.rank
+        self.model, self.rank = model, model.world.all_ranks.rank
         self.place: NanLocation | None = None
         self._program: MicroBatches | None = None
         # Stage and micro-batch of the running forward; None outside, where outputs are not checked.
         self._cell: tuple[int, int] | None = None
         self._outputs = self._gradients = 0
 
-    def around(self, program: MicroBatches) -> StageProgram:
+    def wrap(self, program: MicroBatches) -> StageProgram:
         self._program = program
         return self
 
@@ -177,7 +177,7 @@ class NumericsCheck:
         step = self.state.step
         event = (
             f"step {step + 1}: the loss is {result.loss} and the gradient norm {result.gradient_norm}; training stopped before the "
-            f"weights were touched"
+            f"weight update"
         )
         first = self._first_time(result)
         if self.config.loop.rerun_mode == "disabled":
@@ -187,20 +187,20 @@ class NumericsCheck:
         if again.updated:
             return NonFiniteError(
                 f"{event}{first}. Recomputed, the loss is {again.loss:.6g} and the norm {again.gradient_norm:.6g}: a transient "
-                f"fault of a machine rather than of the data; check that rank's memory and GPU; {last_saved}",
+                f"hardware fault rather than a fault of the data; check that rank's memory and GPU; {last_saved}",
                 NonFiniteError.TRANSIENT,
             )
         saved = "This is the first step"
         if step:
             saves = self.config.checkpoint.save_checkpoints
             saved = (
-                f"The checkpoint of step {step} holds the state before this step"
+                f"The checkpoint of step {step} has the state before this step"
                 if saves
                 else "Nothing is saved"
             )
         begin = "" if origin is None else f", and begins with {origin.sentence()}"
         return NonFiniteError(
-            f"{event}. Recomputing the step reproduces it{begin}. {_ADVICE}; --iterations-to-skip {step + 1} leaves this step out. {saved}",
+            f"{event}. Recomputing the step reproduces it{begin}. {_ADVICE}; --iterations-to-skip {step + 1} skips this step. {saved}",
             NonFiniteError.REPRODUCIBLE,
         )
 
@@ -208,11 +208,11 @@ class NumericsCheck:
         """Returns which ranks had NaN/inf in the loss, or else a gradient that has it."""
         is_finite = result.own_loss is None or _is_finite(result.own_loss)
         own = (is_finite, first_nonfinite_gradient(self.optimizer))
-        everyone = gather_objects(own, self.world.everyone)
-        ranks = [str(rank) for rank, (is_finite, _) in enumerate(everyone) if not is_finite]
+        by_rank = gather_objects(own, self.world.all_ranks)
+        ranks = [str(rank) for rank, (is_finite, _) in enumerate(by_rank) if not is_finite]
         if ranks:
             return f" (the loss of rank {', '.join(ranks)})"
-        gradients = [f"{name} on rank {rank}" for rank, (_, name) in enumerate(everyone) if name is not None]
+        gradients = [f"{name} on rank {rank}" for rank, (_, name) in enumerate(by_rank) if name is not None]
         return f" (first of all the gradient of {gradients[0]})" if gradients else ""
 
     def restore_rng(self) -> None:

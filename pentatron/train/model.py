@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pentatron.checkpoint.state import TrainState
-from pentatron.data.datasets import OpenedData, open_data
 from pentatron.data.loader import Batch
+from pentatron.data.open_data import OpenedData, open_data
 from pentatron.devices import find_chip
 from pentatron.errors import AgreedError
 from pentatron.layout.stages import StagePart
@@ -35,7 +35,7 @@ from pentatron.settings.decisions import decide
 from pentatron.settings.resolve import Resolved
 from pentatron.settings.run_config import RunConfig
 from pentatron.train.compilation import Compilation, check_compilation, track_compilation
-from pentatron.train.graphs import GraphReplay, build_graph_replay
+from pentatron.train.cuda_graphs import GraphReplay, build_graph_replay
 
 # --- the objective: normalization of the loss over the micro-batches and ranks of a step ---
 
@@ -59,14 +59,14 @@ class ReportedNames:
     def width(self) -> int:
         return _COUNTS + _PAIR * len(self.names)
 
-    def learn(self, own: Mapping[str, Tensor], world: World) -> dict[str, tuple[float, float]]:
+    def add_new_names(self, own: Mapping[str, Tensor], world: World) -> dict[str, tuple[float, float]]:
         """Exchanges the values of a step that has a new name, and adds its names. Collective."""
         local = {name: tuple(pair.tolist()) for name, pair in own.items()}
         sums: dict[str, tuple[float, float]] = {}
-        for values in gather_objects(local, world.everyone):
-            for name, (above, below) in values.items():
-                above_so_far, below_so_far = sums.get(name, (0.0, 0.0))
-                sums[name] = (above_so_far + above, below_so_far + below)
+        for values in gather_objects(local, world.all_ranks):
+            for name, (numerator, denominator) in values.items():
+                upper, lower = sums.get(name, (0.0, 0.0))
+                sums[name] = (upper + numerator, lower + denominator)
         self.names = tuple(dict.fromkeys((*self.names, *sums)))
         return sums
 
@@ -101,28 +101,28 @@ class Objective:
         self.means += 1
         return loss / self.calls
 
-    def report(self, name: str, above: Tensor, below: Tensor) -> None:
-        """The value of `name` is the sum of all `above` divided by the sum of all `below`."""
-        pair = torch.stack((above.detach().double().sum(), below.detach().double().sum()))
+    def report(self, name: str, numerator: Tensor, denominator: Tensor) -> None:
+        """The value of `name` is the sum of all `numerator` divided by the sum of all `denominator`."""
+        pair = torch.stack((numerator.detach().double().sum(), denominator.detach().double().sum()))
         self.reported[name] = self.reported[name] + pair if name in self.reported else pair
 
-    def numbers(self, names: ReportedNames, world: World) -> Tensor:
+    def tally(self, names: ReportedNames, world: World) -> Tensor:
         """Returns the tally of this rank, to be summed over all ranks.
 
         Tensor-parallel ranks compute the same loss: all but the first contribute zeros.
         """
-        numbers = torch.zeros(names.width, dtype=torch.float64, device=world.device)
+        tally = torch.zeros(names.width, dtype=torch.float64, device=world.device)
         if not world.is_first_of(("tensor",)):
             self.reported = {}
-            return numbers
+            return tally
         if self.counted:
-            numbers[0] = torch.stack(self.counted).sum()
+            tally[0] = torch.stack(self.counted).sum()
         unknown = not self.reported.keys() <= set(names.names)
-        numbers[1:_COUNTS] = torch.tensor([float(len(self.counted)), float(self.means), float(unknown)])
-        for pair, name in zip(numbers[_COUNTS:].view(-1, _PAIR), names.names):
+        tally[1:_COUNTS] = torch.tensor([float(len(self.counted)), float(self.means), float(unknown)])
+        for pair, name in zip(tally[_COUNTS:].view(-1, _PAIR), names.names):
             if name in self.reported:
                 pair.copy_(self.reported[name])
-        return numbers
+        return tally
 
     def total(
         self, summed: Tensor, tokens: float, names: ReportedNames, world: World
@@ -142,20 +142,22 @@ class Objective:
                 f"the loss function counted {counted:g} tokens in a step; return how many tokens its sum is over, 0 or more"
             )
         if unknown:
-            values = names.learn(self.reported, world)
+            values = names.add_new_names(self.reported, world)
         else:
             pairs = summed[_COUNTS:].view(-1, _PAIR).tolist()
             values = dict(zip(names.names, map(tuple, pairs), strict=True))
         # A name that no micro-batch of this step reported has the denominator 0.
-        reported = {name: above / below for name, (above, below) in values.items() if below}
+        reported = {
+            name: numerator / denominator for name, (numerator, denominator) in values.items() if denominator
+        }
         return tokens / (counted or 1.0) if sums else 1.0, reported
 
 
-def ratio_on_device(numbers: Tensor, tokens: Tensor) -> Tensor:
+def ratio_on_device(totals: Tensor, tokens: Tensor) -> Tensor:
     """Computes the ratio of `Objective.total` from summed tallies on the device, without a host
     synchronization."""
-    counted = torch.where(numbers[0] == 0, 1.0, numbers[0])
-    return torch.where(numbers[1] > 0, tokens.double() / counted, 1.0)
+    counted = torch.where(totals[0] == 0, 1.0, totals[0])
+    return torch.where(totals[1] > 0, tokens.double() / counted, 1.0)
 
 
 # --- the program: model, data and forward step ---
@@ -250,12 +252,12 @@ class ParallelModel:
     def count_parameters(self) -> int:
         """Returns the number of parameters of the whole model, without replicas. Collective."""
         elements = sum(
-            piece.elements
-            for held in sharded_parameters(*self.stages.values())
-            for piece in held.declared.pieces
-            if self.world.is_first_of({held.declared.copies, *piece.replicated_over})
+            shard.elements
+            for param in sharded_parameters(*self.stages.values())
+            for shard in param.declared.shards
+            if self.world.is_first_of({param.declared.replica_axis, *shard.replicated_over})
         )
-        return int(all_reduce_(torch.tensor(elements, device=self.world.device), self.world.everyone))
+        return int(all_reduce_(torch.tensor(elements, device=self.world.device), self.world.all_ranks))
 
     def local_tokens(self, batches: Sequence[Batch]) -> list[Batch]:
         """Returns the part of each micro-batch's sequences that this context-parallel rank computes."""
@@ -355,7 +357,9 @@ def keeps_scales(config: RunConfig, decided: Fp8Decision, world: World) -> bool:
 
 
 def build_parallel_model(config: RunConfig, world: World, program: Program = CONFIGURED) -> ParallelModel:
-    decisions = decide(config, device_facts(config, world.device), own_program=type(program) is not Program)
+    decisions = decide(
+        config, device_facts(config, world.device), has_custom_program=type(program) is not Program
+    )
     axes = axes_of(world, config.parallel)
     parts = {number: config.stages[number] for number in config.placement.stages_of(world.at.pipeline)}
     # An unsharded ZeRO-3 model may exceed the device's memory: `fully_shard` moves it there unit by unit.
@@ -364,7 +368,7 @@ def build_parallel_model(config: RunConfig, world: World, program: Program = CON
     deferred, scales = DeferredGradients(), WeightScales(world.device)
     options = model_options(config, decisions, compile, deferred, scales, world)
     stages = program.build_stages(config, parts, axes, device, options)
-    compilation = track_compilation(compile, notes, stages.values(), world.whereabouts)
+    compilation = track_compilation(compile, notes, stages.values(), world.status)
     timers = Timers(config.loop.timing_log_level, config.loop.timing_log_option, world.device)
     messages = open_messages(world, config.placement)
     executor = Executor(messages, world.at.pipeline, model_dtype(config), world.device, deferred, timers)

@@ -93,13 +93,13 @@ def open_folders(
 ) -> FolderLocks:
     """Creates and locks the run folder and the checkpoint folder until the end of the run."""
     run, save = folder.path.resolve(), Path(config.checkpoint.save).resolve()
-    if save != run and start is not Start.ANEW and CheckpointStore(folder.path, keep=None).steps():
+    if save != run and start is not Start.NEW and CheckpointStore(folder.path, keep=None).steps():
         # A run with --save alone has its log and its checkpoints in that folder.
         raise UserError(
-            f"{folder.path} holds checkpoints itself, of a run with --save {folder.path}; give --save instead of --run-dir to resume it, "
+            f"{folder.path} contains checkpoints itself, of a run with --save {folder.path}; give --save instead of --run-dir to resume it, "
             f"or choose another --run-dir"
         )
-    if start is Start.ANEW:
+    if start is Start.NEW:
         _require_harmless(run, save)
     data = config.data
     paths = (*data.data_path, *data.train_data_path, *data.valid_data_path, *data.test_data_path)
@@ -112,7 +112,7 @@ def open_folders(
     opened, places = FolderLocks(), {run: "--run-dir"}
     if writes_steps:
         places.setdefault(save, "--save")
-    if start is Start.ANEW and (run / _CHECKPOINTS).is_dir():
+    if start is Start.NEW and (run / _CHECKPOINTS).is_dir():
         # Locked because it is moved aside: another job may be saving there.
         places.setdefault((run / _CHECKPOINTS).resolve(), "--save")
     try:
@@ -123,13 +123,13 @@ def open_folders(
         inspected = _inspect(run, save, start, inputs)
     except UserError:
         for taken in opened.locks:
-            taken.withdraw()
+            taken.remove_if_created()
         raise
     contents, foreign = inspected[0], recorded_foreign(run)
     for entry in contents.others if contents.holds_run else ():
         if _PARTIAL.fullmatch(entry.name) and entry.name not in foreign and entry.parent == run:
             entry.unlink()
-    if start is Start.ANEW:
+    if start is Start.NEW:
         for line in _move_aside(inspected):
             display.say(line)
     if (damage := damaged_config(folder.config)) is not None:
@@ -237,7 +237,7 @@ def _require_harmless(*places: Path) -> None:
             if Path.home().resolve().is_relative_to(place):
                 raise UserError(
                     f"{place} is {'your home folder' if place == Path.home().resolve() else 'a folder around your home folder'}, and a new run "
-                    f"would move an earlier one in it aside; choose a folder of its own with --run-dir or --save"
+                    f"would move an earlier one in it aside; choose a separate folder with --run-dir or --save"
                 )
 
 
@@ -251,13 +251,13 @@ def _inspect(run: Path, save: Path, start: Start, inputs: Iterable[str]) -> list
         raise UserError(
             f"{overwritten[0]} is not the file of a run, and a run would overwrite it; choose another folder with --run-dir"
         )
-    if start is not Start.ANEW:
+    if start is not Start.NEW:
         return inspected
     for contents in inspected:
         names = [entry.name for entry in contents.others if _would_mix(entry)]
         if names and not contents.holds_run:
             raise UserError(
-                f"{contents.folder} holds {_few(names)}, which no run made, and a new run would write there; choose another --save or --run-dir"
+                f"{contents.folder} contains {_few(names)}, which no run created, and a new run would write there; choose another --save or --run-dir"
             )
         for path in inputs:
             if is_inside(path, *map(str, contents.made)):
@@ -313,7 +313,7 @@ def _move_aside(inspected: Iterable[Contents]) -> Iterable[str]:
                 f"--save or --run-dir"
             ) from None
         stayed = [str(path.relative_to(contents.folder)) for path in contents.others]
-        rest = f"; {_few(stayed)}, which no run made, stayed" if stayed else ""
+        rest = f"; {_few(stayed)}, which no run created, stayed" if stayed else ""
         yield f"the earlier run was moved to {aside}{rest}"
 
 
@@ -335,9 +335,9 @@ def check_disk_space(
     owned = (optimizer.fragments(owned_only=True), model.routers.fragments(owned_only=True))
     parts = itertools.chain(*owned, rank_local_fragments(random_state(world)))
     # The size of a checkpoint over all ranks, without the small manifest.
-    size = sum(gather_objects(sum(map(store.bytes_of, parts)), world.everyone))
+    size = sum(gather_objects(sum(map(store.bytes_of, parts)), world.all_ranks))
     check = partial(_check_free_space, config, store, size, left, state.step)
-    return run_on_some_ranks(world.is_first, check, world.everyone) or []
+    return run_on_some_ranks(world.is_first, check, world.all_ranks) or []
 
 
 def saves_left(config: RunConfig, step: int) -> int:
@@ -368,6 +368,6 @@ def _check_free_space(
     retention = "all are kept" if keep is None else f"--keep-checkpoints {keep}"
     retention += f", and {retained} permanently" if retained else ""
     return [
-        f"a checkpoint takes {binary_size(size)}, and {at_once} more will lie in {store.folder} at a time ({retention}): {binary_size(at_once * size)}, of "
-        f"which {binary_size(free)} are free; keep fewer with --keep-checkpoints, or make room before a save fails"
+        f"a checkpoint takes {binary_size(size)}, and {store.folder} will hold up to {at_once} more at once ({retention}): {binary_size(at_once * size)}, but "
+        f"{binary_size(free)} are free; keep fewer with --keep-checkpoints, or make room before a save fails"
     ]

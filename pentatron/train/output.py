@@ -36,7 +36,7 @@ def refuse_pipes(*files: Path) -> None:
     """Raises an error for FIFOs: opening one for writing blocks until a reader opens it."""
     for file in files:
         if file.is_fifo():
-            raise UserError(f"{file} is a FIFO, which a run cannot keep its records in; remove it")
+            raise UserError(f"{file} is a FIFO, but a run writes its records to regular files; remove it")
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Output:
         self.attempt("train.log", lambda: log.write(f"{printable_without_secrets(text)}\n"))
 
     def attempt(
-        self, what: str, write: Callable[[], object], else_: str = "training goes on, and it will lack lines"
+        self, what: str, write: Callable[[], object], else_: str = "training continues; lines will be missing"
     ) -> None:
         """Writes a file; warns once instead of failing, as on a full disk. `else_`: the consequence."""
         if not self.may_write():
@@ -138,7 +138,7 @@ def open_recorders(
     choices = OptionalScalars(
         timers=log.log_timers_to_tensorboard,
         memory=log.log_memory_to_tensorboard,
-        world_size=world.everyone.size if log.log_world_size_to_tensorboard else None,
+        world_size=world.all_ranks.size if log.log_world_size_to_tensorboard else None,
         perplexity=log.log_validation_ppl_to_tensorboard,
     )
     if log.tensorboard_dir is not None:
@@ -153,7 +153,7 @@ def open_recorders(
         yield TolerantRecorder("Weights & Biases", biases, tell)
     if log.log_progress:
         path, job = Path(config.checkpoint.save) / "progress.txt", config.launch.job_id or ""
-        yield ProgressFile(path, job, world.everyone.size, state.flops, state.consumed_tokens)
+        yield ProgressFile(path, job, world.all_ranks.size, state.flops, state.consumed_tokens)
     if log.save_performance_summary:
         properties = _run_properties(config, world, parameters)
         yield PerformanceSummary(folder.path / "performance_summary.json", properties)

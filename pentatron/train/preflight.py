@@ -29,24 +29,24 @@ from pentatron.train.model import device_facts
 
 def check_fp8_support(decided: Fp8Decision) -> None:
     """Raises an error if fp8 is on and the device has no fp8 matmuls."""
-    if decided.lacking:
+    if decided.unsupported_reason:
         raise AgreedError(
             f"--fp8 {decided.format} needs a GPU with fp8 matmuls (NVIDIA's from compute capability 8.9 on: Ada, Hopper, Blackwell), and "
-            f"{decided.lacking}; leave it out"
+            f"{decided.unsupported_reason}; leave it out"
         )
 
 
 def fp8_notices(decided: Fp8Decision, stages: Iterable[CausalLM]) -> list[str]:
     """Returns notices about weights that stay in bf16 although fp8 is on, with their names in the layer."""
-    # Names of weights with a side that is no multiple of FP8_MULTIPLE, and of those without fp8 options.
+    # Names of weights with a side that is not a multiple of FP8_MULTIPLE, and of those without fp8 options.
     small, without = set[str](), set[str]()
     for stage in stages:
         for number, layer in stage.layers.items():
             for name, module in _in_bf16(layer) if int(number) in decided.layers else ():
                 (without if module.options.fp8 is None else small).add(name)
         small |= {"head" for _, module in _in_bf16(_head(stage)) if module.options.fp8 is not None}
-    where_small = f"--fp8: matrices stay in bf16 where a side is no multiple of {FP8_MULTIPLE}"
-    where_own = "--fp8: matrices of layers of your own stay in bf16 where they are built without axes"
+    where_small = f"--fp8: matrices stay in bf16 where a side is not a multiple of {FP8_MULTIPLE}"
+    where_own = "--fp8: matrices of custom layers that are built without `axes` stay in bf16"
     lists = ((where_small, small), (where_own, without))
     notices = [f"{where}: {', '.join(sorted(names))}" for where, names in lists if names]
     return [*notices, *["--fp8: the matmuls of experts stay in bf16"] * decided.experts_in_bf16]
@@ -75,7 +75,7 @@ def check_start(resolved: Resolved, world: World) -> None:
         if not (loads_another or CheckpointStore(save, keep=None).steps()):
             check_batch_sizes(resolved.config, TrainState())
 
-    run_on_some_ranks(world.is_first, require, world.everyone)
+    run_on_some_ranks(world.is_first, require, world.all_ranks)
 
 
 def check_batch_sizes(config: RunConfig, state: TrainState) -> None:
@@ -112,7 +112,7 @@ def environment_here(world: World) -> dict[str, Any]:
     on_gpu, capability = world.device.type == "cuda", torch.backends.cpu.get_cpu_capability()
     device = torch.cuda.get_device_name(world.device) if on_gpu else f"CPU ({capability})"
     local = (device, torch.get_num_threads(), socket.gethostname())
-    devices, threads, hosts = (sorted(set(values)) for values in zip(*gather_objects(local, world.everyone)))
+    devices, threads, hosts = (sorted(set(values)) for values in zip(*gather_objects(local, world.all_ranks)))
     return {
         "pentatron": __version__,
         "torch": str(torch.__version__),
@@ -127,7 +127,7 @@ def environment_here(world: World) -> dict[str, Any]:
 
 
 def _backend(world: World) -> str | None:
-    if world.everyone.size == 1:
+    if world.all_ranks.size == 1:
         return None
     if "nccl" in (name := str(dist.get_backend_config())):
         return f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pentatron.data.datasets import Datasets
+from pentatron.data.open_data import Datasets
 from pentatron.errors import UserError, describe_os_error
 from pentatron.files import write_file
 from pentatron.generate.continue_text import open_continuation
@@ -22,7 +22,7 @@ WITHOUT_IT = "the run itself is complete"
 
 def describe_run(config: RunConfig, world: World, parameters: int) -> str:
     """Describes model, layout, device and batch in one line."""
-    device, size = device_name(world.device), world.everyone.size
+    device, size = device_name(world.device), world.all_ranks.size
     return (
         f"model: {format_abbreviated(parameters)} parameters, {config.model.num_layers} layers; "
         f"{size} {plural(size, 'process')} ({_axes(config)}) on {device}, {config.precision.described}; "
@@ -62,14 +62,14 @@ def describe_pipeline(config: RunConfig) -> str | None:
 
 def _sizes(config: RunConfig, number_of: Callable[[int], int]) -> str:
     """Formats a number per batch size: `16`, or `16 to 1536` with a ramp-up."""
-    planned = (stretch.size for stretch in config.batch_plan.sizes(config.train.train_iters))
+    planned = (phase.size for phase in config.batch_plan.sizes(config.train.train_iters))
     # A resumed run may have passed sizes that do not fit this layout.
     sizes = [size for size in planned if size_problem(config, size) is None]
     smallest, largest = number_of(min(sizes)), number_of(max(sizes))
     return str(largest) if smallest == largest else f"{smallest} to {largest}"
 
 
-def draw_curve(folder: RunFolder) -> None:
+def write_loss_svg(folder: RunFolder) -> None:
     # Rows of steps with NaN have no loss.
     rows = read_metrics(folder.metrics)
     training, validation = (
@@ -92,10 +92,10 @@ def print_summary(config: RunConfig, folder: RunFolder, datasets: Datasets, outp
     updates = [row for row in tried if not row.get("skipped") and "loss" in row]
     if tried and not updates:
         output.say(
-            "finished, but no update was made: every step was skipped, because fp16 overflows at its loss scale. Train longer, "
+            "finished, but the weights were never updated: every step was skipped, because fp16 overflows at its loss scale. Train longer, "
             "so that the loss scale decreases, or lower --initial-loss-scale"
             if config.precision.fp16 and not config.precision.loss_scale
-            else "finished, but no update was made: every step was skipped, because its loss or a gradient was NaN or inf. Lower --lr, or "
+            else "finished, but the weights were never updated: every step was skipped, because its loss or a gradient was NaN or inf. Lower --lr, or "
             "check the data"
         )
     if updates:
@@ -130,9 +130,7 @@ def _show_sample(config: RunConfig, folder: RunFolder, datasets: Datasets, outpu
     content = f"{sample}\n".encode(errors="backslashreplace")
     output.attempt("sample.txt", lambda: write_file(folder.sample, content), WITHOUT_IT)
     # Control characters, which an untrained model emits, would be interpreted by the terminal.
-    lines = (
-        "".join(c if c.isprintable() or c == "\t" else "·" for c in line) for line in sample.splitlines()
-    )
+    lines = ("".join(c if c.isprintable() or c == "\t" else "·" for c in l) for l in sample.splitlines())
     shown = "\n".join(f"    {line}" for line in lines)
     output.say(f"a sample of generated text:\n{shown}")
 

@@ -13,10 +13,10 @@ from pentatron.checkpoint.retention import read_base_steps
 from pentatron.checkpoint.state import TrainState
 from pentatron.checkpoint.store import Checkpoint, CheckpointStore
 from pentatron.checkpoint.verify import search_on_all_ranks
-from pentatron.data.datasets import OpenedData
 from pentatron.data.identity import DataIdentity
+from pentatron.data.open_data import OpenedData
 from pentatron.errors import UserError
-from pentatron.generate.source import Source, find_source, named_source
+from pentatron.generate.source import ModelLocation, find_source, named_source
 from pentatron.hf.folder import open_folder
 from pentatron.hf.model_config import settings_from_folder
 from pentatron.hf.small_files import copy_model_files
@@ -30,11 +30,11 @@ from pentatron.settings.declaration import FREE, ORDER, SILENT, Setting
 from pentatron.settings.loaded_architecture import LOADED_PREFIX, architecture, architecture_differences
 from pentatron.settings.output import CheckpointConfig
 from pentatron.settings.resolve import Resolved
-from pentatron.settings.run_config import RunConfig, table
+from pentatron.settings.run_config import RunConfig, all_settings
 from pentatron.settings.settings import LOAD_OPTIONS, Settings, Start, is_checkpoint_folder, other_run_error
 from pentatron.train.checkpoints import restore_random_state
+from pentatron.train.lr_schedule import saved_schedule
 from pentatron.train.model import ParallelModel
-from pentatron.train.schedules import saved_schedule
 
 T = TypeVar("T")
 
@@ -74,14 +74,16 @@ class StartPointLoader:
     def __post_init__(self) -> None:
         self.config = self.resolved.config
         # The given flags that choose what is loaded, such as --finetune.
-        self.given_choices = [table()[n].flag for n in LOAD_OPTIONS if getattr(self.config.checkpoint, n)]
+        self.given_choices = [
+            all_settings()[n].flag for n in LOAD_OPTIONS if getattr(self.config.checkpoint, n)
+        ]
         # Whether --load names the checkpoint folder of this run, or its run folder.
         load = self.config.checkpoint.load
         self.loads_itself = load is None or is_checkpoint_folder(load, str(self.store.folder))
 
     def load(self) -> StartPoint:
         """Returns the starting point of the run. Collective."""
-        own_steps = Source(self.store.folder, is_huggingface=False)
+        own_steps = ModelLocation(self.store.folder, is_huggingface=False)
         found, complaints = None, list[str]()
         if self.start is not Start.IN_PLACE:
             found, complaints = self._newest_step(own_steps, set_aside=True)
@@ -106,11 +108,11 @@ class StartPointLoader:
         began = self._from_step(found)
         return replace(began, notes=[*complaints, *began.notes])
 
-    def _newest_step(self, source: Source, set_aside: bool) -> tuple[Checkpoint | None, list[str]]:
+    def _newest_step(self, source: ModelLocation, set_aside: bool) -> tuple[Checkpoint | None, list[str]]:
         """Returns the newest valid step, and a message about each newer one that is damaged."""
         verify = self.config.checkpoint.verify_checkpoint
         found, complaints = search_on_all_ranks(
-            lambda check: source.newest_step(verify, set_aside, check), self.world.everyone
+            lambda check: source.newest_step(verify, set_aside, check), self.world.all_ranks
         )
         if found is not None and verify and set_aside:
             self.store.mark_verified(found.folder)
@@ -118,8 +120,8 @@ class StartPointLoader:
 
     def _on_first_rank(self, action: Callable[[], T]) -> T:
         """Runs an action on the first rank; returns its result, or raises its error, on every rank."""
-        local = run_on_some_ranks(self.world.is_first, action, self.world.everyone)
-        return broadcast_object(local, self.world.everyone)
+        local = run_on_some_ranks(self.world.is_first, action, self.world.all_ranks)
+        return broadcast_object(local, self.world.all_ranks)
 
     def _is_own(self, found: Checkpoint) -> bool:
         """Whether this run saved the step, rather than an earlier run or an import."""
@@ -137,7 +139,7 @@ class StartPointLoader:
         elsewhere = self.resolved.given("load") and not self.loads_itself
         if elsewhere:
             check = partial(require_same_origin, self.store.folder, str(self.config.checkpoint.load))
-            run_on_some_ranks(self.world.is_first, check, self.world.everyone)
+            run_on_some_ranks(self.world.is_first, check, self.world.all_ranks)
         began = self._load_step(found, optimizer=True, random=True)
         flags = [f"--load {self.config.checkpoint.load}"] * elsewhere + self.given_choices
         if flags:
@@ -158,7 +160,7 @@ class StartPointLoader:
                     f"--run-dir or --save, or leave --load out to begin with {found.folder.name}"
                 )
 
-        run_on_some_ranks(self.world.is_first, require_named, self.world.everyone)
+        run_on_some_ranks(self.world.is_first, require_named, self.world.all_ranks)
         return self._from_step(found)
 
     def _from_step(self, found: Checkpoint) -> StartPoint:
@@ -166,7 +168,7 @@ class StartPointLoader:
         chosen = self.config.checkpoint
         has_weights_only = not is_resumable(found.manifest)
         if chosen.finetune or has_weights_only:
-            run_on_all_ranks(lambda: self._load_model(found), self.world.everyone)
+            run_on_all_ranks(lambda: self._load_model(found), self.world.all_ranks)
             own_folder = self.store.folder.resolve()
             in_place = found.folder.resolve().parent == own_folder and found.manifest.step > 0
             began = self._new_training(found.folder, has_weights_only, replaces_training=in_place)
@@ -176,16 +178,16 @@ class StartPointLoader:
                 )
         else:
             began = self._load_step(found, not chosen.no_load_optim, not chosen.no_load_rng)
-        self._record(found.folder, Source(found.folder.parent, is_huggingface=False))
+        self._record(found.folder, ModelLocation(found.folder.parent, is_huggingface=False))
         return began
 
-    def _from_huggingface(self, source: Source) -> StartPoint:
+    def _from_huggingface(self, source: ModelLocation) -> StartPoint:
         def load() -> None:
             with open_folder(source.folder) as folder:
                 require_same_model(source.folder, settings_from_folder(folder), self.config)
                 load_weights(folder, self.config.model, self.config.moe, self._weights(without_prefix=True))
 
-        run_on_all_ranks(load, self.world.everyone)
+        run_on_all_ranks(load, self.world.all_ranks)
         self._record(source.folder, source)
         return self._new_training(source.folder, has_weights_only=True)
 
@@ -193,12 +195,12 @@ class StartPointLoader:
         notes = self._unused_data_flag()
         if self.config.train.skip_train:
             notes.append(
-                "--skip-train: there is no checkpoint, so random weights are evaluated; name what to evaluate with --load "
+                "--skip-train: there is no checkpoint, so random weights are evaluated; give a model with --load "
                 "or --run-dir"
             )
         if self.given_choices:
             # Recorded for restarts: what this run saves is then its own, whatever these flags choose.
-            self._record(None, Source(self.store.folder, is_huggingface=False))
+            self._record(None, ModelLocation(self.store.folder, is_huggingface=False))
             notes.append(f"{' '.join(self.given_choices)}: nothing is loaded, so this has no effect")
         return StartPoint(self._initial_state(), notes, is_saved=False)
 
@@ -207,7 +209,7 @@ class StartPointLoader:
     def _new_training(
         self, origin: Path, has_weights_only: bool, replaces_training: bool = False
     ) -> StartPoint:
-        self.optimizer.loaded(0)
+        self.optimizer.after_load(0)
         notes = [f"the weights come from {origin}; training begins at step 0", *self._unused_data_flag()]
         if has_weights_only and self.given_choices:
             flags = " ".join(self.given_choices)
@@ -224,14 +226,14 @@ class StartPointLoader:
             record_data(state, self.data)
         return state
 
-    def _record(self, origin: Path | None, source: Source) -> None:
+    def _record(self, origin: Path | None, source: ModelLocation) -> None:
         """Records the origin of the run for restarts, and copies tokenizer and configuration for exports."""
 
         def write() -> None:
             self.store.record_base_steps(origin)
             copy_model_files(source.small_files, self.store.folder)
 
-        run_on_some_ranks(self.world.is_first, write, self.world.everyone)
+        run_on_some_ranks(self.world.is_first, write, self.world.all_ranks)
 
     def _weights(self, without_prefix: bool = False) -> Iterator[Fragment]:
         for fragment in self.optimizer.fragments(owned_only=False):
@@ -272,18 +274,16 @@ class StartPointLoader:
             if random:
                 restore_random_state(found, self.world)
 
-        run_on_all_ranks(lambda: self._mentioning_another_run(found, load), self.world.everyone)
+        run_on_all_ranks(lambda: self._mentioning_another_run(found, load), self.world.all_ranks)
         if not optimizer:
             state.updates, state.loss_scaling = 0, {}
-        self.optimizer.loaded(state.updates)
+        self.optimizer.after_load(state.updates)
         loaded = [name for name, source in self.resolved.sources.items() if source.startswith(LOADED_PREFIX)]
         changed, remarks, settings = changes_since(found.manifest.config, self.config, loaded)
         notes += changed
         if state.loss_scaling and "initial_loss_scale" in settings:
             scale = state.loss_scaling["scale"]
-            notes.append(
-                f"--initial-loss-scale applies to new runs only: the loss scale continues at {scale:g}"
-            )
+            notes.append(f"--initial-loss-scale is for new runs only: the loss scale continues at {scale:g}")
         return StartPoint(state, notes, is_saved=False, resumed_from=found.folder, remarks=remarks)
 
     def _mentioning_another_run(self, found: Checkpoint, load: Callable[[], None]) -> None:
@@ -352,7 +352,7 @@ def require_same_data(
     now = data.identity.with_checksums_of(before)
     state.data_fingerprint, state.data_files = now.fingerprint, now.files_as_json()
     if not changed:
-        note = "--allow-changed-data: the data is what it was, so this has no effect"
+        note = "--allow-changed-data: the data has not changed, so this has no effect"
         return [note] * chosen.allow_changed_data
     state.drawn = {**dict.fromkeys(data.names, 0), **state.drawn}
     return [
@@ -393,7 +393,7 @@ def require_same_optimizer(found: Checkpoint, config: RunConfig) -> None:
 # Settings that --use-checkpoint-opt-param-scheduler takes from the checkpoint, which has them in samples.
 _SCHEDULE = frozenset(
     name
-    for name, item in table().items()
+    for name, item in all_settings().items()
     if item.section == "optim" and (name.startswith(("lr", "min_lr")) or "weight_decay" in name)
 )
 _SIZES = {
@@ -428,7 +428,7 @@ def changes_since(
     # A setting that is newer than the checkpoint had its default there.
     before, now = RunConfig.of(Settings.defaults()).nested(), config.nested()
     different = [
-        _Difference(table()[name], value_before, value)
+        _Difference(all_settings()[name], value_before, value)
         for section, fields in now.items()
         for name, value in fields.items()
         for value_before in [saved.get(section, {}).get(name, before[section][name])]

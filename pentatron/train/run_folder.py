@@ -13,7 +13,7 @@ from pentatron.monitor.report import ERROR_PREFIX
 from pentatron.monitor.terminal import append_line
 from pentatron.settings.files import HEADER
 from pentatron.settings.resolve import Resolved
-from pentatron.settings.run_config import RunConfig, table
+from pentatron.settings.run_config import RunConfig, all_settings
 from pentatron.supervise.signals import StoppedEarly
 from pentatron.text import one_line, redact_value
 
@@ -99,7 +99,7 @@ def damaged_config(file: Path) -> str | None:
         return None
     content, header = file.read_bytes(), HEADER.encode()
     if not content.strip(b"\0"):
-        return "it holds nothing but NULs" if content else "it is empty"
+        return "it contains only NUL bytes" if content else "it is empty"
     if content[: len(header)] != header[: len(content)]:
         return None
     if b"\0" in content:
@@ -126,7 +126,7 @@ def config_text(resolved: Resolved) -> str:
     lines, section = [HEADER], ""
     values: Mapping[str, object] = resolved.config.flat()
     left_out = _OF_THIS_RUN_ALONE | ({"load"} if _loads_itself(resolved.config) else set())
-    for name, item in table().items():
+    for name, item in all_settings().items():
         if item.section != section:
             section = item.section
             lines.append(f"\n{section}:")
@@ -183,6 +183,6 @@ def log_failure(folder: RunFolder, world: "World", error: BaseException, sentenc
     text = sentence(error) if world.is_first or not agreed else None
     if text is None:
         return
-    prefix = "" if agreed or world.everyone.size == 1 else f"rank {world.everyone.rank}: "
+    prefix = "" if agreed or world.all_ranks.size == 1 else f"rank {world.all_ranks.rank}: "
     # Ignores errors: a full disk may be the failure itself.
     append_line(folder.log, f"{ERROR_PREFIX}{prefix}{' '.join(text.split())}")

@@ -31,10 +31,10 @@ def arguments_block(settings: Mapping[str, Any]) -> str:
 def merge_messages(own: Sequence[str], world: World) -> list[str]:
     """Returns the messages of all ranks without duplicates; those of some ranks name them. Collective."""
     ranks_of: dict[str, list[int]] = {}
-    for rank, messages in enumerate(gather_objects(list(own), world.everyone)):
+    for rank, messages in enumerate(gather_objects(list(own), world.all_ranks)):
         for message in dict.fromkeys(messages):
             ranks_of.setdefault(message, []).append(rank)
-    size = world.everyone.size
+    size = world.all_ranks.size
     return [m if len(ranks) == size else f"{m} ({ranks_in_words(ranks)})" for m, ranks in ranks_of.items()]
 
 
@@ -42,7 +42,7 @@ def log_run_header(model: ParallelModel, output: Output) -> None:
     """Logs the head of a run. Collective."""
     config, world, grid = model.config, model.world, model.config.grid
     elements = sum(p.numel() for stage in model.stages.values() for p in stage.parameters())
-    by_rank = gather_objects((world.tensor.rank, world.pipeline.rank, elements), world.everyone)
+    by_rank = gather_objects((world.tensor.rank, world.pipeline.rank, elements), world.all_ranks)
     output.note(arguments_block(config.flat()))
     output.note(
         f"using world size: {grid.world_size}, data-parallel size: {grid.data}, context-parallel size: {grid.context}, "
@@ -67,14 +67,14 @@ def _without_kernels(world: World) -> list[str]:
     if not problem:
         return []
     return [
-        f"Triton's kernels cannot run here ({problem}), so torch's own operations take their place, which are slower; install what is missing "
+        f"Triton kernels cannot run on this machine ({problem}), so slower torch operators are used; install what is missing "
         f"(Triton needs a C compiler and Python's headers too)"
     ]
 
 
 def log_memory(world: World, steps: int, output: Output) -> None:
     """Logs the memory of each rank of the first data-parallel replica. Collective."""
-    by_rank = gather_objects((world.data.rank, memory_figures(world.device)), world.everyone)
+    by_rank = gather_objects((world.data.rank, memory_figures(world.device)), world.all_ranks)
     for rank, (replica, figures) in enumerate(by_rank):
         if replica == 0:
             output.note(memory_line(rank, steps, figures))

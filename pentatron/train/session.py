@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypedDict, TypeVar, Unpack
 
 from pentatron.checkpoint.state import TrainState
-from pentatron.data.datasets import OpenedData, build_datasets, resolve_epochs
+from pentatron.data.open_data import OpenedData, build_datasets, resolve_epochs
 from pentatron.interchange.store import create_store
 from pentatron.monitor.display import Display, SilentDisplay, open_display
 from pentatron.monitor.memory import MemorySampler
@@ -30,15 +30,15 @@ from pentatron.settings.settings import Start, how_to_resume, start_of
 from pentatron.supervise.attempts import FIRST_ATTEMPT, Attempt
 from pentatron.supervise.signals import StopRequest, handle_signals
 from pentatron.train.checkpoints import Checkpoints, seed_generators
+from pentatron.train.lr_schedule import update_schedule
 from pentatron.train.model import CONFIGURED, ParallelModel, Program, build_parallel_model, model_dtype
 from pentatron.train.open_folders import FolderLocks, check_disk_space, open_folders
 from pentatron.train.output import Output, open_recorders, refuse_pipes
 from pentatron.train.preflight import check_batch_sizes, check_start, update_environment
-from pentatron.train.results import WITHOUT_IT, describe_pipeline, describe_run, draw_curve, print_summary
+from pentatron.train.results import WITHOUT_IT, describe_pipeline, describe_run, print_summary, write_loss_svg
 from pentatron.train.resume import StartPoint, StartPointLoader, record_data, require_same_data
 from pentatron.train.run_folder import AppMetrics, ErrorMessage, RunFolder, error_message, log_failure
 from pentatron.train.run_header import log_run_header
-from pentatron.train.schedules import update_schedule
 from pentatron.train.step_hooks import StepHooks
 from pentatron.train.stop import StopConditions, StopReason
 from pentatron.train.trainer import Trainer
@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """How a run ended. `ending`: why it stopped before its last step, if it did; equal on all ranks."""
 
     folder: RunFolder
@@ -71,7 +71,7 @@ class SessionOptions(TypedDict, total=False):
 
 def run_training(
     resolved: Resolved, world: World, resumes: bool, **options: Unpack[SessionOptions]
-) -> Outcome:
+) -> RunOutcome:
     """Runs the configured training on this rank.
 
     `resumes`: whether the command resumes the run in its folder by default.
@@ -91,19 +91,19 @@ def open_session(
     folder = RunFolder(Path(config.run.run_dir))
     # Broadcast from the first rank: launchers on other machines may count restarts differently.
     start = start_of(config.settings, given_load, resumes or attempt.restarted)
-    start = Start(broadcast_object(start.value, world.everyone))
+    start = Start(broadcast_object(start.value, world.all_ranks))
     display: Display = SilentDisplay()
     if world.is_first:
         display = open_display(config.log.progress_bar, shows_steps=config.log.console_lines == "short")
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(display.close)
-        stop = StopRequest(options.get("launcher"), tells=world.is_first)
+        stop = StopRequest(options.get("launcher"), prints_notice=world.is_first)
         cleanup.enter_context(handle_signals(stop))
         stop.is_starting = True
         open_and_lock = partial(open_folders, config, folder, start, attempt, display, cleanup)
-        folders = run_on_some_ranks(world.is_first, open_and_lock, world.everyone) or FolderLocks()
-        world.whereabouts.run_folder_locked()
-        started = earliest_over_ranks(options.get("started") or time.time(), world.everyone)
+        folders = run_on_some_ranks(world.is_first, open_and_lock, world.all_ranks) or FolderLocks()
+        world.status.run_folder_locked()
+        started = earliest_over_ranks(options.get("started") or time.time(), world.all_ranks)
         try:
             resolved = resolve_epochs(resolved, world, folder.data, display, not program.reads_named_data)
             cleanup.enter_context(program.running(resolved, world, display))
@@ -157,7 +157,7 @@ class Session:
         for notice in self.resolved.notices:
             self.display.say(f"note: {notice}")
         check_start(self.resolved, self.world)
-        seed_generators(self.config.run.seed + self.world.everyone.rank)
+        seed_generators(self.config.run.seed + self.world.all_ranks.rank)
 
     def set_up(self) -> None:
         """Opens the data, builds model and optimizer, and prepares the loop."""
@@ -167,21 +167,21 @@ class Session:
 
     def open_data(self) -> None:
         """Opens the data: before the model is built, or after it if the program names its data only then."""
-        self.world.whereabouts.phase = "opening the data"
+        self.world.status.phase = "opening the data"
         given = (self.config, self.world, self.folder.data, self.display)
-        self.data = data = run_on_all_ranks(partial(self.program.open_data, *given), self.world.everyone)
+        self.data = data = run_on_all_ranks(partial(self.program.open_data, *given), self.world.all_ranks)
         if (begin := self.start_point) is None:
             return
         if (origin := begin.resumed_from) is None:
             record_data(begin.state, data)
         else:
             compare = partial(require_same_data, begin.state, data, origin, self.config.checkpoint)
-            begin.notes.extend(run_on_all_ranks(compare, self.world.everyone))
+            begin.notes.extend(run_on_all_ranks(compare, self.world.all_ranks))
 
     def build(self) -> None:
         """Builds model and optimizer, and loads the state that the run starts from."""
         config, world = self.config, self.world
-        world.whereabouts.phase = "building the model"
+        world.status.phase = "building the model"
         with self.timers("model-and-optimizer-setup", 0):
             self.app_metrics.mark("model_init_start")
             self.model = build_parallel_model(config, world, self.program)
@@ -212,10 +212,10 @@ class Session:
         self.app_metrics.mark("build_dataiters_start")
         with self.timers("train/valid/test-data-iterators-setup", 0):
             given = (config, world, self.state, self.folder.data, self.display)
-            datasets = run_on_all_ranks(partial(build_datasets, data, *given), self.world.everyone)
+            datasets = run_on_all_ranks(partial(build_datasets, data, *given), self.world.all_ranks)
         self.app_metrics.mark("build_dataiters_finish")
         self.output = output = run_on_all_ranks(
-            lambda: self._open_output(parameters, start_point), self.world.everyone
+            lambda: self._open_output(parameters, start_point), self.world.all_ranks
         )
         output.note(f"time to initialize (seconds): {self.initialized - self.started:.3f}")
         log_run_header(self.model, output)
@@ -235,14 +235,14 @@ class Session:
         saved = state.step if start_point.is_saved else None
         checkpoints = Checkpoints(model, optimizer, self.store, state, output, saved)
         self.trainer = Trainer(model, optimizer, datasets, state, output, endings, hooks, checkpoints)
-        self.on_exit = self.trainer.checkpoints.leave
+        self.on_exit = self.trainer.checkpoints.finish_on_exit
         self.stop.is_starting = False
         output.note("done with setup ...")
-        output.note(self.timers.block(world.everyone) or "")
+        output.note(self.timers.block(world.all_ranks) or "")
 
-    def conclude(self, ending: StopReason | None) -> Outcome:
+    def conclude(self, ending: StopReason | None) -> RunOutcome:
         """Writes loss curve, summary and sample after the last step of this process."""
-        self.world.whereabouts.phase = "ending"
+        self.world.status.phase = "ending"
         self.app_metrics.mark("train_loop_finish")
         datasets, output = self.trainer.datasets, self.output
         if len(datasets.names) > 1:
@@ -250,7 +250,7 @@ class Session:
             output.say(f"samples so far: {drawn}")
         if self.world.is_first:
             if not self.config.train.skip_train:
-                output.attempt("loss.svg", lambda: draw_curve(self.folder), WITHOUT_IT)
+                output.attempt("loss.svg", lambda: write_loss_svg(self.folder), WITHOUT_IT)
             if ending is not None:
                 output.note(ending.line)
                 output.say(_farewell(ending, self.state, self.config, self.repeated_start))
@@ -260,12 +260,12 @@ class Session:
             if not self.config.train.skip_train:
                 write = partial(self.app_metrics.write, self.folder.app_metrics)
                 output.attempt("app_metrics.json", write, WITHOUT_IT)
-        return Outcome(self.folder, ending)
+        return RunOutcome(self.folder, ending)
 
     def _open_output(self, parameters: int, start_point: StartPoint) -> Output:
         config, world, folder, display = self.config, self.world, self.folder, self.display
         if config.log.monitor_memory_continuously:
-            samples = folder.path / "memory" / f"rank-{world.everyone.rank:05d}.csv"
+            samples = folder.path / "memory" / f"rank-{world.all_ranks.rank:05d}.csv"
             interval = config.log.memory_monitor_interval
             self.cleanup.callback(MemorySampler(samples, world.device, interval, display.say).close)
         if not world.is_first:
@@ -285,8 +285,8 @@ class Session:
             folder.set_metrics_aside()
         elif start_point.state.step == 0 and folder.holds_metrics_of_another(self.resolved):
             display.say(
-                f"note: another run was in {folder.path} and left no checkpoint to resume from; its metrics are {folder.set_metrics_aside()} "
-                f"now, and its log continues with this run's; a --run-dir of its own keeps a run apart"
+                f"note: another run was in {folder.path} and left no checkpoint to resume from; its metrics were moved to "
+                f"{folder.set_metrics_aside()}, and this run appends to its log; use another --run-dir to keep runs separate"
             )
         folder.write_config(self.resolved)
         # One by one, so that the open ones are closed if a later one fails.

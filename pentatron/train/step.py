@@ -80,7 +80,7 @@ def train_step(
     pending = start_step(model, optimizer, batches, step, scale)
     # Gradients of router losses are not sums over tokens: their ratio must be known before backward.
     needs_ratio = model.program.reported_names is not None and bool(model.routers.names)
-    if optimizer.update.in_one_pass and not needs_ratio:
+    if optimizer.update.is_fused and not needs_ratio:
         # The update is skipped on the device if needed, so that the host does not wait for loss and norm
         # first.
         with model.timers("optimizer", 1):
@@ -96,9 +96,9 @@ def train_step(
         if result.updated:
             with model.timers("optimizer", 1):
                 optimizer.step(learning_rate, result.gradient_norm, result.gradient_scale, weight_decay)
-    # With NaN/inf no rank has changed its weights; the caller decides whether to stop or to go on.
+    # With NaN/inf no rank has changed its weights; the caller decides whether to stop or continue.
     if result.updated:
-        model.routers.settle(pending.router_totals)
+        model.routers.finish_step(pending.router_totals)
     return result
 
 
@@ -146,10 +146,10 @@ def start_step(
     batches: Sequence[Batch],
     step: int,
     scale: float,
-    watch: Callable[[MicroBatches], StageProgram] | None = None,
+    wrap: Callable[[MicroBatches], StageProgram] | None = None,
     tokens: Tensor | None = None,
 ) -> _PendingStep:
-    """Runs a step without its update. `watch` wraps the program that the executor runs.
+    """Runs a step without its update. `wrap` wraps the program that the executor runs.
 
     `tokens`: the divisor of summed losses, by default the valid tokens of the data.
     """
@@ -162,21 +162,24 @@ def start_step(
     calls = len(batches) * world.replicas.size
     objective = Objective(lambda: valid.total if tokens is None else tokens, calls)
     program = MicroBatches(model, batches, model.dropout_keys(batches, step), objective)
-    wrapped = model.recording.around(program, optimizer, scale) if watch is None else watch(program)
+    wrapped = model.recording.wrap(program, optimizer, scale) if wrap is None else wrap(program)
     with model.timers("forward-backward", 1):
         loss = model.executor.train(model.config.schedule(len(batches)), wrapped, optimizer, scale)
         with model.timers("all-grads-sync", 1):
             optimizer.finish_reduction()
     model.weight_scales.forget()
     # One all-reduce for everything the step reports.
-    numbers = [torch.stack((_count_once(loss, world), optimizer.squared_norm())), model.routers.numbers()]
+    tallies = [
+        torch.stack((_zero_unless_first_tensor_rank(loss, world), optimizer.squared_norm())),
+        model.routers.tally(),
+    ]
     if (names := model.program.reported_names) is not None:
-        numbers.append(objective.numbers(names, world))
-    totals = all_reduce_(torch.cat(numbers), world.everyone)
+        tallies.append(objective.tally(names, world))
+    totals = all_reduce_(torch.cat(tallies), world.all_ranks)
     return _PendingStep(model, totals, loss, scale, objective)
 
 
-def _count_once(loss: Tensor, world: World) -> Tensor:
+def _zero_unless_first_tensor_rank(loss: Tensor, world: World) -> Tensor:
     """Returns 0 on all tensor-parallel ranks but the first: they compute the same loss, which is summed."""
     return loss.double() if world.is_first_of(("tensor",)) else torch.zeros_like(loss, dtype=torch.float64)
 
@@ -222,16 +225,16 @@ def evaluate(
         chunk = model.local_tokens(whole)
         program = MicroBatches(model, chunk, [None] * len(chunk), objective)
         loss = model.executor.evaluate(model.config.forward_schedule(len(chunk)), program)
-        totals[0] += _count_once(loss, world)
+        totals[0] += _zero_unless_first_tensor_rank(loss, world)
         if counts_tokens:
             totals[1] += torch.stack([b.valid_tokens.double() for b in chunk]).sum()
     model.weight_scales.forget()
     model.train()
     if names is None:
-        loss_sum, valid = all_reduce_(totals, world.everyone).tolist()
+        loss_sum, valid = all_reduce_(totals, world.all_ranks).tolist()
         return loss_sum / max(valid, 1.0), {}
-    numbers = torch.cat((totals, objective.numbers(names, world)))
-    summed = all_reduce_(numbers, world.everyone).cpu()
+    tallies = torch.cat((totals, objective.tally(names, world)))
+    summed = all_reduce_(tallies, world.all_ranks).cpu()
     loss_sum, valid, counted, sums, means = summed[:5].tolist()
     _, reported = objective.total(summed[2:], valid, names, world)
     return loss_sum / ((counted or 1.0) if sums else means or max(valid, 1.0)), reported

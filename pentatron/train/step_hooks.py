@@ -53,7 +53,7 @@ class StepHooks:
         """Starts the profile. `step` counts from 1."""
         log = self.config.log
         is_due = log.profile and step == log.profile_step_start + 1
-        if not is_due or self.world.everyone.rank not in log.profile_ranks:
+        if not is_due or self.world.all_ranks.rank not in log.profile_ranks:
             return
         if not self.decisions.torch_profiler:
             # Starts `nsys profile --capture-range=cudaProfilerApi`.
@@ -96,7 +96,7 @@ class StepHooks:
             return
         trace, self._trace = self._trace, None
         trace.stop()
-        path = self.folder / "profile" / f"rank-{self.world.everyone.rank:05d}.json"
+        path = self.folder / "profile" / f"rank-{self.world.all_ranks.rank:05d}.json"
         hint = "open it at ui.perfetto.dev or chrome://tracing"
         self._write("profile", path, partial(_export, trace), hint)
 
@@ -109,7 +109,7 @@ class StepHooks:
             lines = str(error).splitlines() or [type(error).__name__]
             reason = getattr(error, "strerror", None) or lines[0]
             self.output.say(
-                f"warning: the {what} {path} cannot be written ({reason}); the run does without it"
+                f"warning: the {what} {path} cannot be written ({reason}); the run continues without it"
             )
         else:
             self.output.say(f"{what}: {path} ({hint})")
@@ -122,7 +122,7 @@ class StepHooks:
         if self.decisions.allocations_recorded:
             # Joining with an absolute path yields that path.
             path = self.folder / self.config.memory.memory_snapshot_path
-            path = path.with_name(f"{path.stem}-rank-{self.world.everyone.rank:05d}{path.suffix}")
+            path = path.with_name(f"{path.stem}-rank-{self.world.all_ranks.rank:05d}{path.suffix}")
             dump = torch.cuda.memory._dump_snapshot
             self._write("memory history", path, dump, "open it at pytorch.org/memory_viz")
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -137,7 +137,7 @@ def require_equal_weights(optimizer: AnyOptimizer, world: World, step: int) -> i
     local = {(f.tensor, tuple(f.start), tuple(f.values.shape)): digest(f.values) for f in weights}
     first: dict[_Part, tuple[int, str]] = {}
     compared, different = 0, []
-    for rank, digests in enumerate(gather_objects(local, world.everyone)):
+    for rank, digests in enumerate(gather_objects(local, world.all_ranks)):
         for part, value in digests.items():
             holder, expected = first.setdefault(part, (rank, value))
             compared += holder != rank

@@ -50,7 +50,7 @@ class StopConditions:
     def by_time_limit(self) -> StopReason | None:
         """Checks --exit-duration-in-mins: all ranks stop if it has passed on one. Collective."""
         limit, minutes = self.config.exit_duration_in_mins, (time.monotonic() - self.began) / 60
-        if limit is None or not largest(int(minutes > limit), self.world.everyone):
+        if limit is None or not largest(int(minutes > limit), self.world.all_ranks):
             return None
         reason = f"stopped after {minutes:.1f} minutes (--exit-duration-in-mins {limit:g})"
         return StopReason(f"exiting program after {minutes} minutes", reason)

@@ -28,7 +28,7 @@ class RankStatistics:
 
     def __init__(self, config: RunConfig, world: World, last_step: int) -> None:
         self.world = world
-        self.interval = config.log.log_interval * -(-world.everyone.size // _RANKS_OF_A_SHORT_ROW)
+        self.interval = config.log.log_interval * -(-world.all_ranks.size // _RANKS_OF_A_SHORT_ROW)
         self.last_step = last_step
         # FSDP's collectives on a GPU are not timed.
         self.knows_waits = world.device.type == "cpu" or config.parallel.zero_stage < 3
@@ -38,34 +38,36 @@ class RankStatistics:
         if self._due(step):
             self.world.waits.begin()
 
-    def report(self, step: int, seconds: float, unheard: int = 0) -> RankReport | None:
-        """Called after a step. `unheard`: number of messages this rank still has to report. Collective."""
+    def report(self, step: int, seconds: float, pending_messages: int = 0) -> RankReport | None:
+        """Called after a step. `pending_messages`: those this rank still has to report. Collective."""
         if not self._due(step):
             return None
-        return gather_statistics(self.world, seconds, self.world.waits.end(), self.knows_waits, unheard)
+        return gather_statistics(
+            self.world, seconds, self.world.waits.end(), self.knows_waits, pending_messages
+        )
 
     def _due(self, step: int) -> bool:
         return step % self.interval == 0 or step in (1, self.last_step)
 
 
 def gather_statistics(
-    world: World, seconds: float, waited: WaitTimes, knows_waits: bool = True, unheard: int = 0
+    world: World, seconds: float, waited: WaitTimes, knows_waits: bool = True, pending_messages: int = 0
 ) -> RankReport:
     """Gathers the statistics of all ranks in host memory, without a GPU synchronization. Collective."""
     used, utilisation = memory_bytes(world.device), gpu_utilisation(world.device)
     known = _UNKNOWN if utilisation is None else utilisation
-    row = (seconds, waited.collectives, waited.messages, used, known, unheard)
+    row = (seconds, waited.collectives, waited.messages, used, known, pending_messages)
     local = torch.tensor(row, dtype=torch.float64)
-    everyone = torch.empty(world.everyone.size, len(local), dtype=torch.float64)
-    all_gather_into(everyone, local.unsqueeze(0), world.everyone)
-    steps, collectives, messages, memory, percent, sentences = everyone.T.tolist()
+    gathered = torch.empty(world.all_ranks.size, len(local), dtype=torch.float64)
+    all_gather_into(gathered, local.unsqueeze(0), world.all_ranks)
+    steps, collectives, messages, memory, percent, pending = gathered.T.tolist()
     return RankReport(
         seconds=steps if knows_waits else [],
         collectives=collectives if knows_waits else [],
         messages=messages if knows_waits else [],
         memory_bytes=[int(bytes_) for bytes_ in memory],
         utilisation=[] if _UNKNOWN in percent else percent,
-        unheard=[int(count) for count in sentences],
+        pending_messages=[int(count) for count in pending],
     )
 
 
@@ -79,7 +81,7 @@ class StragglerDetector:
         self._slow_steps = [0] * grid.world_size
         self._reported: set[int] = set()
 
-    def look(self, step: int, report: RankReport) -> list[str]:
+    def check(self, step: int, report: RankReport) -> list[str]:
         """Returns a line for each new straggler. A rank is reported again only after it has caught up."""
         rows = zip(report.seconds, report.collectives, report.messages)
         busy = [max(0.0, whole - c - m) for whole, c, m in rows]

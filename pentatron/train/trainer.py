@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from pentatron.checkpoint.state import TrainState
-from pentatron.data.datasets import Datasets
 from pentatron.data.loader import Batch
+from pentatron.data.open_data import Datasets
 from pentatron.errors import AgreedError, NonFiniteError
 from pentatron.models.router_load import ExpertLoad
 from pentatron.monitor.memory import memory_bytes, memory_scalars
 from pentatron.monitor.report import ExpertReport, StepReport
 from pentatron.optim.build import AnyOptimizer
 from pentatron.optim.loss_scale import LossScaler
-from pentatron.settings.parameters import step_flops
+from pentatron.settings.model_sizes import step_flops
 from pentatron.train.batches import micro_batches, next_step_batches
 from pentatron.train.checkpoints import Checkpoints
 from pentatron.train.evaluation import Evaluation
 from pentatron.train.health import NumericsCheck
+from pentatron.train.lr_schedule import OptimizerSchedule
 from pentatron.train.model import ParallelModel, peak_teraflops
 from pentatron.train.output import Output
 from pentatron.train.run_header import log_memory, merge_messages
-from pentatron.train.schedules import Schedule
 from pentatron.train.step import StepResult, train_step
 from pentatron.train.step_hooks import StepHooks
 from pentatron.train.stop import StopConditions, StopReason
@@ -51,13 +51,14 @@ class Trainer:
     def __post_init__(self) -> None:
         model, state, output, world = self.model, self.state, self.output, self.model.world
         self.config, self.timers = model.config, model.timers
-        self.world, self.where = world, world.whereabouts
+        self.world, self.status = world, world.status
         self.health = NumericsCheck(model, self.optimizer, state, output)
         self.evaluation = Evaluation(model, self.datasets, state, output, self.endings)
         self.total_steps, self.plan = self.config.train.train_iters, self.config.batch_plan
         # Global batch size of the current step.
         self.batch_size = self.plan.size_at(state.consumed_samples)
-        self.schedule = Schedule.from_json(state.schedule) if state.schedule else Schedule.of(self.config)
+        saved = state.schedule
+        self.schedule = OptimizerSchedule.from_json(saved) if saved else OptimizerSchedule.of(self.config)
         self.scaler = LossScaler(self.config.precision, state.loss_scaling)
         self.ranks = RankStatistics(self.config, world, self.total_steps)
         self.stragglers = StragglerDetector(world.grid)
@@ -92,22 +93,22 @@ class Trainer:
         try:
             yield
         except AgreedError as error:
-            self.checkpoints.settle_after_error(error)
+            self.checkpoints.commit_pending_after_error(error)
             raise
         self._report_compile_fallbacks()
-        self.checkpoints.settle(wait=True)
+        self.checkpoints.commit_pending(wait=True)
 
     def _train(self) -> StopReason | None:
         batches = micro_batches(self.config, self.world, self.datasets.train, self.state.consumed_samples)
-        self.where.begin_at(self.state.step)
-        self.where.phase = "step"
+        self.status.begin_at(self.state.step)
+        self.status.phase = "step"
         while self.state.step < self.total_steps:
             self.ranks.begin(self.state.step + 1)
             started = time.perf_counter()
             self.hooks.before(self.state.step + 1)
-            self.settle_batch_size()
+            self.update_batch_size()
             count = self.config.accumulation_of(self.batch_size)
-            with self.timers("batch-generator", 2), self.where.doing("reading data"):
+            with self.timers("batch-generator", 2), self.status.doing("reading data"):
                 stop, guard = self.endings.stop, self.checkpoints.store.guard
                 step_batches, stopped_by = next_step_batches(batches, count, stop, self.world, guard)
             if stopped_by is not None:
@@ -119,9 +120,9 @@ class Trainer:
             else:
                 self._step(step_batches, started)
             self.hooks.after(self.state.step)
-            self.checkpoints.settle()
+            self.checkpoints.commit_pending()
             if self.state.step % self.config.checkpoint.save_interval == 0:
-                with self.where.doing("saving"):
+                with self.status.doing("saving"):
                     self.checkpoints.save_or_warn()
             ending = self.endings.after_step(self.state.step) if self.state.step < self.total_steps else None
             if ending is not None:
@@ -134,14 +135,14 @@ class Trainer:
         result, rate = self.advance(batches)
         report = self._report(result, rate, time.perf_counter() - started)
         self.state.flops += report.flops
-        self.where.step_done(self.state.step, report.seconds)
+        self.status.step_done(self.state.step, report.seconds)
         self.output.step(report, self._seconds_left())
         if report.ranks is not None and len(self._recent) > 1:
-            for line in self.stragglers.look(self.state.step, report.ranks):
+            for line in self.stragglers.check(self.state.step, report.ranks):
                 self.output.say(line)
         self._timed_steps += 1
         if self.state.step % self.config.log.log_interval == 0:
-            self.output.note(self.timers.block(self.world.everyone, self._timed_steps))
+            self.output.note(self.timers.block(self.world.all_ranks, self._timed_steps))
             self._timed_steps = 0
         if len(self._recent) == 1:
             log_memory(self.world, self.state.step, self.output)
@@ -149,10 +150,12 @@ class Trainer:
             timeout = self.config.launch.distributed_timeout_seconds_after_init
             if timeout is not None:
                 self.world.set_timeout(timeout, self.model.executor.messages.channels.values())
-        for line in (*self.model.compilation.took(report.seconds), *self.model.recording.news()):
+        for line in (*self.model.compilation.time_lines(report.seconds), *self.model.recording.pop_lines()):
             self.output.say(line)
         # All ranks decide alike: the gathered report has the number of unreported messages of each rank.
-        if self.world.everyone.size == 1 or (report.ranks is not None and any(report.ranks.unheard)):
+        if self.world.all_ranks.size == 1 or (
+            report.ranks is not None and any(report.ranks.pending_messages)
+        ):
             self._report_compile_fallbacks()
         self.output.record(report, self._validate_if_due())
 
@@ -179,12 +182,12 @@ class Trainer:
         self._count_step()
         self.state.count_skipped(is_nan=False)
         self.state.skipped_samples += self.batch_size
-        self.where.step_done(self.state.step, 0.0)
+        self.status.step_done(self.state.step, 0.0)
         step, size = self.state.step, self.batch_size
         line = f"step {step} is skipped (--iterations-to-skip); its {size} samples count as consumed"
         self.output.left_out(step, self.state.consumed_samples, line)
 
-    def settle_batch_size(self) -> None:
+    def update_batch_size(self) -> None:
         """Sets the global batch size of the next step."""
         before, self.batch_size = self.batch_size, self.plan.size_at(self.state.consumed_samples)
         if before != self.batch_size:
@@ -201,7 +204,7 @@ class Trainer:
 
     def save(self) -> None:
         """Saves this step, or starts a background save, unless it is saved already."""
-        with self.where.doing("saving"):
+        with self.status.doing("saving"):
             self.checkpoints.save()
 
     def _finish_update(self, result: StepResult, batches: Sequence[Batch]) -> None:
@@ -210,7 +213,7 @@ class Trainer:
         With a dynamic loss scale overflows are expected: they lower the scale.
         """
         scale = self.scaler.scale
-        self.scaler.settle(result.updated)
+        self.scaler.update(result.updated)
         self.state.loss_scaling = self.scaler.state()
         if result.updated:
             self.health.watch(result)
@@ -242,14 +245,14 @@ class Trainer:
         if not interval or self.state.step % interval:
             return None
         timer = self.timers(_EVALUATE_TIMER, 0)
-        with timer, self.where.doing("evaluating"), self.hooks.around_evaluation():
+        with timer, self.status.doing("evaluating"), self.hooks.around_evaluation():
             loss = self.evaluation.validate(f"iteration {self.state.step}")
-        self.output.note(self.timers.block(self.world.everyone, only=_EVALUATE_TIMER))
+        self.output.note(self.timers.block(self.world.all_ranks, only=_EVALUATE_TIMER))
         return loss
 
     def _evaluate_at_the_end(self) -> StopReason | None:
         """Evaluates on the validation and the test set."""
-        with self.where.doing("evaluating"):
+        with self.status.doing("evaluating"):
             losses = self.evaluation.after_training()
         if not self.config.train.skip_train:
             self.output.evaluated(self.state.step, losses)
@@ -274,7 +277,7 @@ class Trainer:
             seconds=seconds,
             memory_bytes=memory_bytes(self.world.device),
             flops=step_flops(config.model, self.batch_size, config.model.seq_length, config.moe),
-            devices=self.world.everyone.size,
+            devices=self.world.all_ranks.size,
             consumed_tokens=self.state.consumed_tokens,
             skipped_samples=self.state.skipped_samples,
             peak_teraflops=self._peak_teraflops,

@@ -17,7 +17,7 @@ _EXPERTS, _TOKEN, _RANK = 8, 28, 176
 def expert_dispatch() -> str:
     ranks = len(CHOSEN)
     axes = [ExpertAxis(Group(rank, ranks)) for rank in range(ranks)]
-    holder = {expert: axis.holder for axis in axes for expert in axis.own(_EXPERTS)}
+    holder = {expert: axis.ep_rank for axis in axes for expert in axis.own(_EXPERTS)}
     canvas = Canvas(
         ranks * _RANK + 110,
         356,

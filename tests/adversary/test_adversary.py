@@ -94,7 +94,7 @@ def test_another_state_is_noticed(bench: Bench, tmp_path: Path) -> None:
     assert [kind for kind, _ in verdict.defects] == [UNEQUAL]
 
 
-def test_what_no_command_may_do_is_noticed(bench: Bench, tmp_path: Path) -> None:
+def test_leftover_files_are_found(bench: Bench, tmp_path: Path) -> None:
     """Finds leftover files; a command that refuses odd input with a sentence has no defect."""
     place = Place(bench, tmp_path / "place")
     write_disk({"odd": None, "odd/file": b"x"}, place.disk)

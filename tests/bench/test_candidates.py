@@ -55,7 +55,7 @@ def test_the_model_made_up_suits_every_axis(processes: int) -> None:
         assert sizes["global_batch_size"] % (sizes["micro_batch_size"] * processes) == 0
 
 
-def test_what_the_metrics_say(tmp_path: Path) -> None:
+def test_measurement_of_a_metrics_file(tmp_path: Path) -> None:
     def row(step: int, seconds: float, waited: float) -> dict[str, object]:
         ranks = {
             "busy_seconds": [seconds - waited, seconds],
@@ -112,7 +112,7 @@ def test_the_table_and_its_conclusions(tmp_path: Path) -> None:
     )
     assert "below 20% of the step, the usual aim: 1 of 2 layouts" in told_at_the_end[2]
     assert "utilisation above 80%, the usual aim: 1 of 2 layouts" in told_at_the_end[3]
-    assert summary_lines([refused]) == ["no layout ran to its end"]
+    assert summary_lines([refused]) == ["no layout completed"]
     write_summary(tmp_path / "summary.csv", rows)
     with (tmp_path / "summary.csv").open(newline="") as file:
         cells = list(csv.DictReader(file))

@@ -11,10 +11,10 @@ from bench.kernel_groups import OPTIMIZER, group_of, grouped
 from bench.ours import words_of
 from bench.performance_page import with_tables
 from bench.steps import GIB, SHAPES, Case, milliseconds, milliseconds_in_a_row, record
-from bench.turns import Competitor, Turns
+from bench.turns import CaseProcess, Turns
 from pentatron.cli.configure import prepare
 from pentatron.settings.entry_points import TRAIN
-from pentatron.settings.parameters import step_flops
+from pentatron.settings.model_sizes import step_flops
 
 PAGE = Path(__file__).parents[2] / "docs/performance.md"
 
@@ -114,7 +114,7 @@ class Clock:
         return float(other.at - self.at)
 
 
-def test_what_comes_before_and_what_warms_up_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_and_preparation_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Clock)
 
     def work() -> None:
@@ -131,8 +131,8 @@ def test_what_comes_before_and_what_warms_up_is_not_timed(monkeypatch: pytest.Mo
     assert own == ["steps.py"]
 
 
-class Fake(Competitor):
-    """A competitor without a process, which runs out of memory beyond `room` bytes in all."""
+class Fake(CaseProcess):
+    """A case without a process, which runs out of memory beyond `room` bytes in all."""
 
     def __init__(self, case: Case, held: dict[str, float], log: list[str], room: float) -> None:
         self.case, self.blocks, self.extras, self.failure = case, [], {}, None

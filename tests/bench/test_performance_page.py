@@ -179,9 +179,7 @@ def test_the_page_names_every_command_and_they_are_understood() -> None:
     )
 
 
-def test_what_other_commands_keep_is_what_the_page_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_reads_results_of_the_other_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"precision": "bf16", "ours": 2.0, "transformers": 1.0, "ratio": 2.0, "rounds": [1.9, 2.1]}]
     cpu.keep(tmp_path / "a", "somewhere", rows)
     said = json.dumps({"between": 20 * GIB, "layer": 690 * 2**20, "peak": 50 * GIB})

@@ -37,7 +37,7 @@ def test_only_a_signal_that_came_first_is_the_reason(
     assert ended.killed_message(or_aborted=True) == (killed or perhaps)
 
 
-def test_every_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_way_to_end_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pentatron.bench.fork_server._GRACE_SECONDS", 0.2)
     starter = ForkServer([])
     ticks: list[int] = []

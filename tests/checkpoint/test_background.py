@@ -43,12 +43,12 @@ def test_files_and_manifest_are_those_of_a_save_in_the_foreground(tmp_path: Path
     saving = saver(tmp_path / "background", group)
     for step in (3, 4):
         begin(saving, step)
-        saved = saving.settle(wait=True)
+        saved = saving.commit_pending(wait=True)
         assert saved == SavedStep(step, tmp_path / "background" / f"step-0000000{step}")
         own = {f"own/{group.rank}": torch.tensor([step])}
         expected = save(CheckpointStore(tmp_path / "now", keep=None), step, group, **own)
         assert content(saved.folder) == content(expected)
-    assert saving.settle(wait=True) is None, "there is nothing more to wait for"
+    assert saving.commit_pending(wait=True) is None, "there is nothing more to wait for"
 
 
 def hold_writing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
@@ -63,19 +63,19 @@ def hold_writing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return go_on
 
 
-def test_what_changes_later_is_saved_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_changes_do_not_reach_the_saved_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = hold_writing(monkeypatch)
     saving, values = saver(tmp_path), torch.arange(12.0)
     flipped = torch.arange(6.0).view(2, 3).t()
     begin(saving, 1, [whole("a", values[:4]), whole("b", values[4:]), whole("c", flipped)])
     values[:4] = -1
-    assert saving.settle(wait=False) is None
+    assert saving.commit_pending(wait=False) is None
     saving.wait_until_copied()
     values.zero_()
     flipped.zero_()
     assert newest(saving.store)[0] is None, "nothing is there before it is complete"
     go_on.set()
-    assert saving.settle(wait=True) is not None
+    assert saving.commit_pending(wait=True) is not None
     found, _ = saving.store.newest_valid(verify=True, set_aside=False)
     assert found is not None
     loaded = load(found, "a", "b", "c")
@@ -104,14 +104,14 @@ def test_the_next_save_waits_and_says_so_once(tmp_path: Path, monkeypatch: pytes
 
 
 @distributed(world=2)
-def test_one_rank_that_cannot_write_is_told_by_all_and_the_older_step_stays(tmp_path: Path) -> None:
+def test_write_error_of_one_rank_is_raised_on_all_and_keeps_the_older_step(tmp_path: Path) -> None:
     """A limit on the size of files acts as a full disk does: a partial write, then an error."""
     import resource
 
     group = Group(dist.get_rank(), 2, dist.group.WORLD)
     saving = saver(tmp_path, group)
     begin(saving, 1)
-    assert saving.settle(wait=True) is not None
+    assert saving.commit_pending(wait=True) is not None
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if group.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
@@ -120,14 +120,14 @@ def test_one_rank_that_cannot_write_is_told_by_all_and_the_older_step_stays(tmp_
     with pytest.raises(
         UserError, match=r"step 2 could not be saved to .*\(rank 1: File too large; .* intact"
     ):
-        saving.settle(wait=True)
+        saving.commit_pending(wait=True)
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     dist.barrier()
     assert newest(saving.store) == (1, [])
     assert not list(tmp_path.glob(".step-*"))
     dist.barrier()
     begin(saving, 3, big)
-    assert saving.settle(wait=True) is not None, "control: with room, it is saved"
+    assert saving.commit_pending(wait=True) is not None, "control: with room, it is saved"
 
 
 def die_while_writing(folder: Path, moment: str) -> None:
@@ -156,13 +156,13 @@ def test_a_kill_while_the_background_writes_leaves_the_older_step(tmp_path: Path
     assert newest(store) == (1, [])
 
 
-def test_a_folder_that_cannot_be_made_stops_nobody_from_updating(tmp_path: Path) -> None:
+def test_failed_begin_does_not_block_updates(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     saving = saver(tmp_path / "file")
     with pytest.raises(UserError, match="could not be saved"):
         begin(saving, 1)
     saving.wait_until_copied()
-    assert saving.settle(wait=True) is None
+    assert saving.commit_pending(wait=True) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="copies from a GPU go through a stream of its own")

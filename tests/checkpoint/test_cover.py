@@ -36,7 +36,7 @@ def counted(whole: Shape, parts: list[Part]) -> dict[Shape, int]:
 
 
 @pytest.mark.parametrize("whole", [(7,), (5, 6), (3, 4, 5), (2, 3, 2, 3)])
-def test_tilings_pass_and_whatever_differs_from_one_is_named(whole: Shape) -> None:
+def test_tilings_pass_and_gaps_and_overlaps_are_named(whole: Shape) -> None:
     rng = random.Random(str(whole))
     wrong = 0
     for _ in range(60):
@@ -51,7 +51,7 @@ def test_tilings_pass_and_whatever_differs_from_one_is_named(whole: Shape) -> No
             assert (problem is None) == (not bad)
             if problem is not None:
                 times = counted(whole, changed)[min(bad)]
-                expected = f"there {times} times" if times else "missing"
+                expected = f"covered {times} times" if times else "missing"
                 assert problem == f"element {list(min(bad))} of {list(whole)} is {expected}"
                 wrong += 1
     assert wrong > 60
@@ -67,7 +67,7 @@ def test_numbers_and_empty_tensors() -> None:
 
 
 @pytest.mark.parametrize("part", [((0,), (5,)), ((-1,), (4,)), ((4,), (1,)), ((3,), (-1,)), ((0, 0), (4, 1))])
-def test_what_lies_outside_is_refused(part: Part) -> None:
+def test_part_outside_the_tensor_is_refused(part: Part) -> None:
     assert cover_problem((4,), [part]) is not None
 
 

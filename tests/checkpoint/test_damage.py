@@ -149,7 +149,9 @@ def test_another_format_version_is_refused_but_not_set_aside(
 ) -> None:
     store = CheckpointStore(tmp_path, keep=None)
     rewrite(save(store, 1), lambda m: m.update(version=version))
-    with pytest.raises(UserError, match=rf"format version {version}, this program knows 4; use {other} "):
+    with pytest.raises(
+        UserError, match=rf"format version {version}, but this program supports version 4; use {other} "
+    ):
         newest(store)
     assert [p.name for p in store.steps()] == ["step-00000001"]
 

@@ -42,7 +42,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_a_step_goes_only_if_one_that_stays_was_read(tmp_path: Path, read: list[str]) -> None:
+def test_step_is_removed_only_if_a_kept_one_was_verified(tmp_path: Path, read: list[str]) -> None:
     store = CheckpointStore(tmp_path, keep=3)
     for step in range(1, 9):
         save(store, step)
@@ -91,7 +91,7 @@ def test_a_new_step_that_is_damaged_replaces_nothing(tmp_path: Path, monkeypatch
     assert numbers(store) == [4], "control"
 
 
-def test_the_tracker_has_the_number_and_misleads_nobody(tmp_path: Path) -> None:
+def test_tracker_files_are_written_and_never_trusted(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=None)
     for step in (5, 20):
         save(store, step)
@@ -104,9 +104,7 @@ def test_the_tracker_has_the_number_and_misleads_nobody(tmp_path: Path) -> None:
     assert newest(store) == (20, [])
 
 
-def test_what_a_killed_save_left_goes_before_the_next_one_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_partial_save_is_removed_before_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A partial save may be what fills the disk."""
     store = CheckpointStore(tmp_path, keep=None)
     save(store, 1)
@@ -136,10 +134,8 @@ def test_a_step_is_saved_also_where_nothing_can_point_to_it(tmp_path: Path) -> N
     (tmp_path / "latest" / "in the way").touch()
     saver = Saver(store, ALONE, background=False, say=print)
     saver.begin(7, share(ALONE, 7.0), [], {}, {}, {})
-    saved = saver.settle(wait=True)
-    assert (
-        saved is not None and saved.folder.is_dir() and "`latest` could not be made to name it" in saved.note
-    )
+    saved = saver.commit_pending(wait=True)
+    assert saved is not None and saved.folder.is_dir() and "`latest` could not be updated" in saved.note
     assert newest(store) == (7, [])
 
 

@@ -64,7 +64,7 @@ def test_a_job_that_lives_on_another_machine_is_met_by_its_signs_of_life(
     living.join()
 
 
-def test_what_a_silent_owner_left_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_of_a_silent_owner_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_a_shared_disk(monkeypatch)
     said: list[str] = []
     leave_a_record(tmp_path)
@@ -116,7 +116,7 @@ def test_an_owner_asks_whether_the_folder_is_still_its_own(tmp_path: Path) -> No
         assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid(), "half a record is nobody's"
         (tmp_path / ".lock").unlink()
         lock.require(thorough=False)
-        assert len(said) == 1 and "it was made again" in said[0]
+        assert len(said) == 1 and "it was created again" in said[0]
         with pytest.raises(UserError, match="another job is using"), lock_folder(tmp_path):
             pass
         (tmp_path / ".lock").unlink()
@@ -153,7 +153,7 @@ def test_a_file_that_is_no_lock_is_not_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["FIFO", "device", "folder"])
-def test_what_is_no_file_is_not_opened_as_a_lock(tmp_path: Path, kind: str) -> None:
+def test_special_file_is_not_opened_as_a_lock(tmp_path: Path, kind: str) -> None:
     """Opening a FIFO would block, and reading a device would not end."""
     path = tmp_path / ".lock"
     if kind == "FIFO":

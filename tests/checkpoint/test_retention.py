@@ -29,7 +29,7 @@ STEPS = named("00000010", "00000020", "00000030", "00000030-again2", "00000040",
         (9, None, ["00000030"]),
     ],
 )
-def test_what_is_outdated(keep: int | None, every: int | None, gone: list[str]) -> None:
+def test_outdated_steps(keep: int | None, every: int | None, gone: list[str]) -> None:
     assert Retention(keep, every).outdated(STEPS) == named(*gone)
     assert STEPS[0] not in Retention(keep, every).outdated(STEPS, protected=STEPS[:1])
 
@@ -61,7 +61,7 @@ def test_the_last_step_that_is_whole_stays_and_damage_does_not_count(tmp_path: P
     assert steps_in(tmp_path) == [3, 4]
 
 
-def test_what_a_run_began_from_stays_and_is_not_counted(tmp_path: Path) -> None:
+def test_base_step_is_kept_and_not_counted(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=None)
     write_base_record(tmp_path, [save(store, 0)], None)
     for step in (1, 2, 3):
@@ -77,7 +77,7 @@ def test_nothing_is_removed_under_a_job_that_runs(tmp_path: Path) -> None:
     assert prune([str(steps), "--keep", "1"]) == 0
 
 
-def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
+def test_link_is_removed_but_not_its_target(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     step = save(CheckpointStore(elsewhere, keep=None), 1)
     folder = tmp_path / "steps"

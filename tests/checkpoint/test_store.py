@@ -26,7 +26,7 @@ from tests.checkpoint.steps import ALONE, DATA, load, newest, save, share, tenso
 from tests.harness import RanksFailed, distributed, run_distributed
 
 
-def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+def test_saved_step_is_loaded(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "new" / "folder", keep=None)
     save(store, 7, rng=torch.arange(4, dtype=torch.uint8))
     found, complaints = store.newest_valid(verify=True, set_aside=True)

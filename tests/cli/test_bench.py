@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pentatron.bench.fork_server import ForkServer, RankExits
-from pentatron.cli.bench_worker import Job, reason_of_failure
+from pentatron.cli.bench_worker import BenchJob, reason_of_failure
 from pentatron.cli.main import main
 from pentatron.settings.entry_points import TRAIN
 
@@ -64,10 +64,10 @@ def test_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch:
     again = ["bench", "--nproc-per-node", "2", *TINY, "--pp_size", "2", "--layout-timeout", "0.05"]
     assert main([*again, "--device", "cpu"]) == 1
     assert Path("benchmark_results.1/summary.csv").read_text() == before
-    assert "no result after 0 s" in Path("benchmark_results/summary.csv").read_text()
+    assert "timed out after 0 s" in Path("benchmark_results/summary.csv").read_text()
 
 
-def test_what_would_be_measured(
+def test_list_of_candidates(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -81,7 +81,7 @@ def test_what_would_be_measured(
     ("words", "sentence"),
     [
         ("--variants zeroes", "--variants zeroes is unknown"),
-        ("--tp_size 3", "no layout of 2 processes has the sizes"),
+        ("--tp_size 3", "no layout of 2 processes has the given sizes"),
         ("--nproc-per-node 0", "--nproc-per-node 0 must be more than 0"),
         ("--steps 0", "--steps 0 must be 1 or more"),
         ("--setp_size 3", "unknown flag --setp_size"),
@@ -96,7 +96,7 @@ def test_foreign_files_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixt
     (tmp_path / "thesis.txt").write_text("mine")
     words = ["bench", "--nproc-per-node", "2", "--device", "cpu", "--out", str(tmp_path)]
     assert main(words) == 2
-    assert "holds other files than a benchmark's" in capsys.readouterr().err
+    assert "contains files that are not a benchmark's" in capsys.readouterr().err
     assert (tmp_path / "thesis.txt").read_text() == "mine"
 
 
@@ -124,7 +124,7 @@ def test_the_script_passes_the_number_on(tmp_path: Path) -> None:
 
 
 def test_the_reason_is_that_of_the_rank_that_failed_by_itself(tmp_path: Path) -> None:
-    job = Job([], TRAIN, 3, 1, tmp_path)
+    job = BenchJob([], TRAIN, 3, 1, tmp_path)
     assert reason_of_failure(job) is None
     job.output(0).write_text("step 1\npentatron: rank 0: lost contact with another rank (Broken pipe)\n")
     assert reason_of_failure(job) == "rank 0: lost contact with another rank (Broken pipe)"
@@ -137,7 +137,7 @@ def test_the_reason_is_that_of_the_rank_that_failed_by_itself(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("flag", "instead"), [("--train-iters", "--steps"), ("--run-dir", "--out")])
-def test_what_a_benchmark_decides_itself_is_refused(
+def test_settings_chosen_by_the_benchmark_are_refused(
     flag: str, instead: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "--list", "--device", "cpu", flag, "7"]) == 2

@@ -61,7 +61,7 @@ def test_inspect_lists_the_steps_and_describes_one(steps: Path, capsys: pytest.C
     assert [row["state"] for row in json.loads(said)] == ["whole", "damaged", "whole"]
 
 
-def test_inspect_counts_what_is_no_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_counts_nan_and_inf(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = torch.tensor([1.0, float("nan"), -3.0, float("inf")])
     step = CheckpointStore(tmp_path, keep=None).save(1, [], {"weights/x": values}, {}, {}, ALONE)
     (row,) = json.loads(run(capsys, "inspect", step, "--stats", "--json")[1])[0]["tensors"]
@@ -78,7 +78,7 @@ def test_inspect_counts_what_is_no_number(tmp_path: Path, capsys: pytest.Capture
         (["iter_0000010/.metadata", "iter_0000010/__0_0.distcp"], "torch_dist format has it .1 step, up to iter"),
         (["iter_0000010/mp_rank_00/model_optim_rng.pt"], "legacy format, a pickled file for each rank"),
         (["config.json", "model.safetensors"], "a Hugging Face folder with 1 safetensors file;"),
-        (["config.json", "pytorch_model.bin"], "pytorch_model.bin alone, which is pickle"),
+        (["config.json", "pytorch_model.bin"], "pickled weights only .pytorch_model.bin.;"),
         (["other.txt"], "it has no step"),
     ],
 )  # fmt: skip
@@ -95,7 +95,7 @@ def test_a_foreign_folder_is_named(
 
 
 @pytest.mark.parametrize("kind", ["payload bit", "header bit", "missing file", "another step, well signed"])
-def test_verify_names_what_is_damaged(steps: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+def test_verify_names_damage(steps: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     assert run(capsys, "verify", steps)[0] == 0
     DAMAGE[kind](steps / "step-00000002")
     code, said = run(capsys, "verify", steps.parent, "--threads", "3")
@@ -122,12 +122,10 @@ def test_a_step_that_a_run_removes_meanwhile_is_not_called_damaged(
     monkeypatch.setattr(verify, "open_manifest", open_late)
     code, said = run(capsys, "verify", steps)
     assert code == 0 and said.count(": ok") == 2
-    assert f"note: {steps / 'step-00000001'} was removed while this command ran" in said
+    assert f"note: {steps / 'step-00000001'} was removed during this command" in said
 
 
-def test_a_difference_by_damage_is_told_beside_the_answer(
-    steps: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_diff_notes_damage_beside_the_answer(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = shutil.copytree(steps / "step-00000002", steps.parent / "copy" / "step-00000002")
     DAMAGE["payload bit"](other)
     assert main(["checkpoint", "diff", str(steps / "step-00000002"), str(other), "--json"]) == 1
@@ -150,7 +148,7 @@ def test_diff_of_a_step_with_itself_in_other_pieces(
     assert code == 0 and "same: 5 of 5 tensors are equal bit by bit" in said
 
 
-def test_diff_tells_what_differs(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_lists_differences(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("diff", steps / "step-00000001", steps / "step-00000003", "--json")
     code, said = run(capsys, *words)
     found = json.loads(said)
@@ -202,7 +200,7 @@ def test_diff_with_a_hugging_face_folder(tmp_path: Path, capsys: pytest.CaptureF
     assert code == 1 and "weights/final_norm.weight: 32 of 32" in said
 
 
-def test_prune_says_what_goes_and_stops_before_a_run(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prune_dry_run_and_lock(steps: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = run(capsys, "prune", steps, "--keep", "1", "--keep-every", "2", "--dry-run")
     assert code == 0 and "would remove step-00000001" in said and len(list(steps.glob("step-*"))) == 3
     with lock_folder(steps):

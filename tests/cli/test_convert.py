@@ -80,7 +80,9 @@ def test_a_broken_tokenizer_is_not_carried_along_in_silence(
     )
 
 
-def test_what_was_not_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_notes_bf16_and_missing_tokenizer(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Export of a bf16 run without a tokenizer prints a note about the dtype and about the tokenizer."""
     assert main(["import", str(folder), str(tmp_path / "ours"), "--dtype", "fp32"]) == 0
     step = find_step(tmp_path / "ours")[0].folder
@@ -95,7 +97,7 @@ def test_what_was_not_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     capsys.readouterr()
     assert main(["export", str(step), str(tmp_path / "back")]) == 0
     said = capsys.readouterr().out
-    assert "note: the weights are written as bf16, which the run computed with (--dtype fp32 writes" in said
+    assert "note: the weights are written in bf16, the precision of the run (--dtype fp32 writes" in said
     assert (
         "note: no tokenizer came with this model, so the folder has none; --tokenizer DIR adds one\n" in said
     )
@@ -104,19 +106,19 @@ def test_what_was_not_said(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     manifest["config"].setdefault("data", {})["tokenizer_model"] = str(tmp_path / "words.json")
     (step / "manifest.json").write_text(json.dumps({**manifest, "sha256": _digest(manifest)}))
     assert main(["export", str(step), str(tmp_path / "again")]) == 0
-    named = f"; --tokenizer {tmp_path / 'words.json'} adds the one it was trained with\n"
+    named = f"; --tokenizer {tmp_path / 'words.json'} adds the one of the training run\n"
     assert named in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("import", "say which folder to import"),
-        ("import a", "say which folder to import"),
-        ("export a", "say which checkpoint to export"),
+        ("import", "expected two arguments, the Hugging Face folder and the output"),
+        ("import a", "expected two arguments, the Hugging Face folder and the output"),
+        ("export a", "expected two arguments, the checkpoint and the output"),
         ("import a b --dtyp fp32", r"unknown flag --dtyp (did you mean --dtype?)"),
         ("import a b --dtype int8", "--dtype must be one of fp32, bf16, fp16, not 'int8'"),
-        ("import a b --allow-narrowing", "--allow-narrowing: set the type"),
+        ("import a b --allow-narrowing", "--allow-narrowing needs --dtype"),
         ("export a b --max-shard-size many", "--max-shard-size many: write a size such as 5GB"),
         ("import none b", "none is not a folder"),
         ("export none b", "none does not exist"),
@@ -150,7 +152,7 @@ def test_sigterm_leaves_nothing(
     before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(display, "open_display", lambda mode: Terminated())
     assert main(["import", str(folder), str(tmp_path / "ours")]) == 130
-    assert "ours was not made and nothing is left of it" in capsys.readouterr().err
+    assert "ours was not created, and partial files were removed" in capsys.readouterr().err
     assert not names(tmp_path)
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -198,7 +200,7 @@ def test_flags_for_experts(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     words = "--loader mixtral_hf --saver mcore --target-expert-parallel-size 2"
     assert convert(f"--load-dir {folder} --save-dir {tmp_path / 'ours'} {words}") == 0
     assert (
-        "note: --target-expert-parallel-size 2: a checkpoint here loads in any layout"
+        "note: --target-expert-parallel-size 2: a Pentatron checkpoint loads in any layout"
         in capsys.readouterr().out
     )
 
@@ -209,7 +211,7 @@ def test_a_checkpoint_of_megatron_is_refused_by_name(
     command = f"config --load {tmp_path} --mock-data --train-iters 1".split()
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("500")
     assert main(command) == 2
-    assert "iter_0000500 holds no checkpoint" in capsys.readouterr().err
+    assert "iter_0000500 contains no checkpoint" in capsys.readouterr().err
     (tmp_path / "iter_0000500" / "mp_rank_00").mkdir(parents=True)
     assert main(command) == 2
     error = capsys.readouterr().err

@@ -50,9 +50,9 @@ def test_the_guides_script_makes_exactly_these_files(text: Path, tmp_path: Path)
     assert dataset.get(1).tolist() == [*tokenizer.encode("word word "), tokenizer.eod]
     tokens = len(dataset.tokens)
     lines = done.stdout.splitlines()
-    assert lines[0] == "note: --partitions has no effect: the input is cut into chunks as it is read"
+    assert lines[0] == "note: --partitions has no effect: the input is split into chunks while it is read"
     assert lines[1].startswith(f"40 documents, {tokens:,} tokens in ") and "tokens/s, 2 workers)" in lines[1]
-    assert lines[2] == "1 blank line left out"
+    assert lines[2] == "1 blank line skipped"
     longest = max(dataset.sequence_lengths)
     assert lines[4].endswith(f"document: 40 documents of 0 to {longest} tokens, {tokens / 40:.1f} on average")
     assert lines[5].split()[:3] == ["0", "tokens", "1"]
@@ -80,10 +80,10 @@ def test_again_and_with_bad_lines(text: Path, tmp_path: Path, capsys: pytest.Cap
     with text.open("a") as file:
         file.write("{oops\n")
     assert prepare(text, tmp_path, "--overwrite") == 2
-    assert "my_data.jsonl line 42 is no JSON object" in capsys.readouterr().err
+    assert "my_data.jsonl line 42 is not a JSON object" in capsys.readouterr().err
     assert prepare(text, tmp_path, "--overwrite", "--skip-bad-lines") == 0
     said = capsys.readouterr().out
-    assert "1 bad line left out, the first:\n" in said and "line 42 is no JSON" in said
+    assert "1 bad line skipped, the first:\n" in said and "line 42 is not a JSON object" in said
 
 
 def test_a_model_of_the_hub_gives_its_tokenizer(
@@ -100,7 +100,7 @@ def test_a_model_of_the_hub_gives_its_tokenizer(
     words = ["--tokenizer-type", "HFTokenizer", "--tokenizer-model", "Qwen/Qwen2.5-7B"]
     assert main(["prepare", "--input", str(text), "--output-prefix", str(tmp_path / "o"), *words]) == 2
     said = capsys.readouterr().err
-    assert "Tokenizer not found: Qwen/Qwen2.5-7B is not a folder here and could not be downloaded" in said
+    assert "Tokenizer not found: Qwen/Qwen2.5-7B is not a folder and could not be downloaded" in said
     assert asked[0] == "Qwen/Qwen2.5-7B" and "*.safetensors" not in asked[1]  # type: ignore[operator]
     (tmp_path / "model").mkdir()
     train_bpe(iter(["a b"]), 260).save(str(tmp_path / "model" / "tokenizer.json"))
@@ -126,9 +126,9 @@ def test_a_model_of_the_hub_gives_its_tokenizer(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "--input is missing; name the files"),
+        ("", "--input is missing; name the text files"),
         ("--input x.jsonl", "--output-prefix is missing"),
-        ("--input x.jsonl --output-prefix o", "--tokenizer-type is missing; it is one of HuggingFaceTokenizer"),
+        ("--input x.jsonl --output-prefix o", "--tokenizer-type is missing; give one of HuggingFaceTokenizer"),
         ("--input x.jsonl --output-prefix o --tokenizer-type No", "no input file x.jsonl"),
         ("--input text.md --output-prefix o --tokenizer-type No", "unknown tokenizer type 'No'"),
         ("--input text.md --output-prefix o --tokenizer-type HFTokenizer --tokenizer-model /no",
@@ -139,8 +139,8 @@ def test_a_model_of_the_hub_gives_its_tokenizer(
         ("--input x.jsonl --output-prefx o", "unknown flag --output-prefx (did you mean --output-prefix?)"),
         ("--input --output-prefix o", "--input needs a value"),
         ("--append-eod=maybe", "--append-eod must be true or false, not 'maybe'"),
-        ("--find-optimal-num-workers", "--find-optimal-num-workers is not available; one worker for each core"),
-        ("data.jsonl", "'data.jsonl' is no flag; write --input data.jsonl"),
+        ("--find-optimal-num-workers", "--find-optimal-num-workers is not available; use --workers N"),
+        ("data.jsonl", "'data.jsonl' is not a flag; write --input data.jsonl"),
         ("--input text.md --output-prefix text.md/o --tokenizer-type ByteTokenizer",
          "text.md cannot be read or written (File exists)"),
     ],
@@ -177,12 +177,11 @@ def test_describe_verify_merge_seal(pairs: list[Path], capsys: pytest.CaptureFix
     capsys.readouterr()
     assert main(["data", "merge", f"{first}c", first, first, second]) == 0
     assert (
-        f"{first} is named 2 times, so each of its documents is in {first}c 2 times"
-        in capsys.readouterr().out
+        f"{first} is given 2 times, so {first}c has each of its documents 2 times" in capsys.readouterr().out
     )
     assert main(["data", "merge", merged, first]) == 2
     assert main(["data", "merge", first, first]) == 2
-    assert "cannot be merged into itself" in capsys.readouterr().err
+    assert "is both input and output" in capsys.readouterr().err
     assert main(["data", "describe", merged]) == 0
     said = capsys.readouterr().out
     assert "tokens     26 as uint16, 52 bytes" in said and "8 to 15 tokens             2" in said
@@ -201,7 +200,7 @@ def test_describe_verify_merge_seal(pairs: list[Path], capsys: pytest.CaptureFix
     assert main(["data", "verify", first, "--vocab-size", "4"]) == 1
 
 
-def test_what_cannot_be_written_is_a_sentence(pairs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_path_is_one_error_line(pairs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     inside = f"{pairs[0]}.bin/out"
     for words in (["merge", inside, str(pairs[0])], ["describe", "x" * 300]):
         assert main(["data", *words]) == 2
@@ -221,7 +220,7 @@ def test_a_full_disk_is_a_sentence_with_the_way_out(
     assert "cannot be written (No space left on device); make room" in capsys.readouterr().err
 
 
-def test_an_input_without_text_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_input_without_text_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, content in (("empty", ""), ("blank", '{"text": ""}\n')):
         (tmp_path / f"{name}.jsonl").write_text(content)
         words = f"--input {tmp_path / name}.jsonl --output-prefix {tmp_path / name} --tokenizer-type ByteTokenizer"
@@ -229,12 +228,12 @@ def test_an_input_without_text_is_told(tmp_path: Path, capsys: pytest.CaptureFix
         assert f"{name}_text_document: no tokens, because the input has no text" in capsys.readouterr().out
 
 
-def test_what_data_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_data_command_or_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data"]) == 0
     for words, message in (
         ("shw x", "unknown command 'data shw' (did you mean show?)"),
         ("descibe x", "unknown command 'data descibe' (did you mean describe?)"),
-        ("verify", "name the data to use: pentatron data verify PREFIX"),
+        ("verify", "expected a prefix of data: pentatron data verify PREFIX"),
         ("describe /nowhere", "no data file /nowhere.idx"),
     ):
         assert main(["data", *words.split()]) == 2

@@ -11,9 +11,9 @@ import torch
 from pentatron.checkpoint.state import TrainState
 from pentatron.cli.configure import prepare
 from pentatron.cli.main import main
-from pentatron.data.datasets import build_datasets, open_data
 from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.data.loader import build_loader
+from pentatron.data.open_data import build_datasets, open_data
 from pentatron.data.tokenizer import ByteTokenizer, identify_tokenizer
 from pentatron.monitor.display import SilentDisplay
 from pentatron.parallel.world import single_process
@@ -67,7 +67,7 @@ def loaded(words: str, folder: Path, part: str, samples: int) -> list[dict[str, 
         "--sft --sft-packing --data-path CHATS --tokenizer-model MODEL --seq-length 96 --split 60,40",
     ],
 )
-def test_json_is_what_the_loader_gives(
+def test_json_equals_the_samples_of_the_loader(
     words: str, part: str, prefix: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tokenizer_folder(tmp_path / "model", CHATML)
@@ -84,7 +84,7 @@ def test_json_is_what_the_loader_gives(
         assert json.loads(capsys.readouterr().out) != expected
 
 
-def test_text_marks_what_is_not_learned(
+def test_text_marks_tokens_without_loss(
     chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tokenizer_folder(tmp_path / "model", CHATML)
@@ -104,29 +104,29 @@ def test_no_more_is_shown_than_the_run_reads(capsys: pytest.CaptureFixture[str])
     assert [sample["index"] for sample in json.loads(capsys.readouterr().out)] == [0, 1, 2]
 
 
-def test_what_cannot_be_shown(prefix: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_sample_range_is_refused(prefix: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = f"--data-path {prefix} --seq-length 16 --split 1 --vocab-size 257"
     synthetic = "--dataset-size 5 --vocab-size 9 --seq-length 16 --global-batch-size 4"
     for words, message in (
         (f"{data} --index 8:3", "--index must be samples such as 0:8 or 3, not '8:3'"),
-        (f"{data} --index=-1", "--index counts samples from 0 on, as in 0:8 or 3; '-1' is before the first"),
+        (f"{data} --index=-1", "--index numbers samples from 0, as in 0:8 or 3, so '-1' is not a sample"),
         (
             f"{data} --index 0:11 --train-samples 10",
-            "reads 10 samples, so --index can go from 0 to 9, not '0:11'",
+            "reads 10 samples, so --index must be from 0 to 9, not '0:11'",
         ),
         (
             f"{synthetic} --index 12 --train-iters 3",
-            "reads 12 samples, so --index can go from 0 to 11, not '12'",
+            "reads 12 samples, so --index must be from 0 to 11, not '12'",
         ),
-        (f"{data} --split 1,1 --part valid --index 99999", "samples, so --index can go from 0 to "),
+        (f"{data} --split 1,1 --part valid --index 99999", "samples, so --index must be from 0 to "),
         (
             f"{data} --index {10**16}",
             "and this machine has",
         ),
         (f"{data} --train-samples 3 --global-batch-size 4", "fewer than the 4 samples of the first step"),
         (f"{data} --train-samples x", "--train-samples must be a whole number"),
-        (f"{data} --part valid", "there is nothing to validate with"),
-        (f"{data} --part test", "there is nothing to test with; give --split 1 a third share"),
+        (f"{data} --part valid", "there are no validation samples"),
+        (f"{data} --part test", "there are no test samples; give --split 1 a third share"),
         (f"{data} --part all", "--part must be one of train, valid, test"),
         (f"--data-path {prefix} --vocab-size 7 --seq-length 16", "outside the vocabulary of 7"),
         ("--seq-length 16", "no data is named"),
@@ -135,5 +135,7 @@ def test_what_cannot_be_shown(prefix: Path, capsys: pytest.CaptureFixture[str]) 
         assert message in capsys.readouterr().err
     (prefix.parent / "config.yaml").touch()
     assert main(["data", "show", str(prefix.parent), "--index", "3"]) == 2
-    assert f"the samples of that run: --config {prefix.parent}/config.yaml" in capsys.readouterr().err
+    assert (
+        f"to show the samples of that run use --config {prefix.parent}/config.yaml" in capsys.readouterr().err
+    )
     assert main(["data", "show"]) == 0 and "usage: pentatron data show" in capsys.readouterr().out

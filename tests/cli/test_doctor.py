@@ -25,7 +25,7 @@ def findings(capsys: pytest.CaptureFixture[str], healthy: bool) -> dict[tuple[st
     return {(row["group"], row["name"]): row for row in told["findings"]}
 
 
-def test_memory_is_what_the_control_group_leaves(
+def test_memory_respects_the_control_group(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "host_memory", lambda: (2**32, 2**30))
@@ -33,7 +33,9 @@ def test_memory_is_what_the_control_group_leaves(
     assert found["value"] == "1 GiB of 4 GiB free" and found["advice"]
 
 
-def test_what_is_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_reports_this_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     found = findings(capsys, healthy=True)
@@ -48,7 +50,7 @@ def test_what_is_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     assert any(group == "Slurm" for group, _ in found) and any(group == "GPUs" for group, _ in found)
 
 
-def test_what_is_amiss_has_advice_and_the_exit_code_says_so(
+def test_problems_have_advice_and_exit_code_1(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "bond9")
@@ -64,7 +66,7 @@ def test_what_is_amiss_has_advice_and_the_exit_code_says_so(
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"), [(["--jsn"], "unknown flag --jsn"), (["now"], "takes no words")]
+    ("words", "sentence"), [(["--jsn"], "unknown flag --jsn"), (["now"], "takes only flags, not 'now'")]
 )
 def test_mistakes(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *words]) == 2

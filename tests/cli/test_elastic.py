@@ -9,7 +9,7 @@ from pentatron.errors import UserError
 from pentatron.parallel.world import single_process
 from pentatron.settings.entry_points import PRETRAIN_GPT, STANDARD
 from pentatron.settings.resolve import Resolved
-from pentatron.settings.settings import Facts
+from pentatron.settings.settings import ProcessFacts
 from pentatron.train.session import run_training
 from tests.cli.test_train import forked, losses
 
@@ -21,7 +21,7 @@ RUN = f"{TINY} --train-iters 6 --eval-interval 0 --sample-tokens 0"
 
 def on(processes: int, folder: Path, words: str) -> Resolved:
     said = [*f"{RUN} {words}".split(), "--save", str(folder), "--load", str(folder)]
-    return prepare(said, PRETRAIN_GPT, Facts(processes, processes, 1)).resolved
+    return prepare(said, PRETRAIN_GPT, ProcessFacts(processes, processes, 1)).resolved
 
 
 def batch(resolved: Resolved) -> tuple[int | None, int | None, int]:
@@ -55,7 +55,7 @@ def test_the_batch_of_a_run_is_kept_on_any_number_of_processes(
     capsys.readouterr()
     alone(cut, words)
     shown = capsys.readouterr().out
-    kept = "the run keeps its 4 samples a step, which it had on 2 data-parallel ranks; on 1, the batch settings of a rank would make 2"
+    kept = "the run keeps its global batch size of 4 from 2 data-parallel ranks; on 1, its batch settings per rank would give 2"
     assert kept in shown
     assert (
         "the checkpoint was made on 1 tensor × 1 pipeline × 1 context × 2 data ranks; it resumes on" in shown
@@ -76,14 +76,14 @@ def test_the_batch_of_a_run_is_kept_on_any_number_of_processes(
         on(4, cut, words)
 
 
-def test_what_a_guide_says_of_a_rank_is_divided_anew(tmp_path: Path) -> None:
+def test_batch_size_per_rank_keeps_the_global_batch_on_more_ranks(tmp_path: Path) -> None:
     """The guides' `--batch_size` counts samples of one rank; more ranks keep the global batch size."""
     folder = tmp_path / "a"
     said = f"{TINY} --train-iters 2 --batch_size 4 --sample-tokens 0 --save {folder} --load {folder}".split()
-    run_training(prepare(said, STANDARD, Facts(1, 1, 1)).resolved, single_process(), True)
-    now = prepare(said, STANDARD, Facts(2, 2, 1)).resolved
+    run_training(prepare(said, STANDARD, ProcessFacts(1, 1, 1)).resolved, single_process(), True)
+    now = prepare(said, STANDARD, ProcessFacts(2, 2, 1)).resolved
     assert batch(now) == (
         4,
         2,
         1,
-    ) and "on 1 data-parallel rank; on 2, the batch settings of a rank would make 8" in " ".join(now.notices)
+    ) and "from 1 data-parallel rank; on 2, its batch settings per rank would give 8" in " ".join(now.notices)

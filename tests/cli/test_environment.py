@@ -6,7 +6,7 @@ import pytest
 
 from pentatron.cli.configure import threads_from_environment
 from pentatron.cli.environment import (
-    Worker,
+    RankInfo,
     export_rank_variables,
     find_worker,
     nccl_timeout_seconds,
@@ -16,7 +16,7 @@ from pentatron.cli.environment import (
 )
 from pentatron.cli.main import main
 from pentatron.errors import UserError
-from pentatron.settings.settings import Facts
+from pentatron.settings.settings import ProcessFacts
 from pentatron.text import parse_rendezvous_url
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -26,7 +26,7 @@ SLURM = {
 }  # fmt: skip
 
 
-def test_what_another_machine_lacks_is_said_there_once(
+def test_missing_file_is_reported_once_per_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = "train --data-args-path absent --vocab-size 9 --train-iters 1 --nproc-per-node 1".split()
@@ -47,7 +47,7 @@ def test_what_another_machine_lacks_is_said_there_once(
         assert ("rank 2: " in err) == (rank == 2)
 
 
-def test_nobody() -> None:
+def test_find_worker_returns_none_without_a_launcher() -> None:
     assert find_worker({}) is None
     assert find_worker({"HOME": "/root"}) is None
 
@@ -74,29 +74,29 @@ def test_this_is_no_launcher(environment: dict[str, str]) -> None:
 
 
 def test_torchrun() -> None:
-    assert find_worker(TORCHRUN) == Worker(5, 8, 1, 4, "torchrun")
+    assert find_worker(TORCHRUN) == RankInfo(5, 8, 1, 4, "torchrun")
 
 
 def test_a_launcher_that_says_only_rank_and_size() -> None:
-    assert find_worker({"RANK": "1", "WORLD_SIZE": "2"}) == Worker(1, 2, 1, 2, "torchrun")
+    assert find_worker({"RANK": "1", "WORLD_SIZE": "2"}) == RankInfo(1, 2, 1, 2, "torchrun")
 
 
 def test_torchrun_inside_slurm_wins() -> None:
-    assert find_worker({**SLURM, **TORCHRUN}) == Worker(5, 8, 1, 4, "torchrun")
+    assert find_worker({**SLURM, **TORCHRUN}) == RankInfo(5, 8, 1, 4, "torchrun")
 
 
 def test_tasks_of_slurm_may_see_one_gpu_each() -> None:
     worker = find_worker({**SLURM, "SLURM_GPUS_ON_NODE": "3"})
-    assert worker == Worker(9, 11, 1, 3, "Slurm", 3)
+    assert worker == RankInfo(9, 11, 1, 3, "Slurm", 3)
     assert (worker.sharing(visible=1), worker.sharing(visible=3)) == (1, 3)
-    shared = Worker(0, 8, 0, 8, "Slurm", 4)
+    shared = RankInfo(0, 8, 0, 8, "Slurm", 4)
     assert (shared.sharing(visible=1), shared.sharing(visible=4)) == (2, 8)
-    assert Worker(0, 8, 0, 8, "torchrun").sharing(visible=1) == 8, "whoever does not tell shows all of them"
-    assert find_worker({**SLURM, "SLURM_GPUS_ON_NODE": "(null)"}) == Worker(9, 11, 1, 3, "Slurm")
+    assert RankInfo(0, 8, 0, 8, "torchrun").sharing(visible=1) == 8, "whoever does not tell shows all of them"
+    assert find_worker({**SLURM, "SLURM_GPUS_ON_NODE": "(null)"}) == RankInfo(9, 11, 1, 3, "Slurm")
 
 
 def test_slurm() -> None:
-    assert find_worker(SLURM) == Worker(9, 11, 1, 3, "Slurm")
+    assert find_worker(SLURM) == RankInfo(9, 11, 1, 3, "Slurm")
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_slurm_tasks_of_this_node(tasks: str, node: str, local_size: int) -> Non
 
 def test_slurm_without_tasks_per_node_is_one_node() -> None:
     environment = {k: v for k, v in SLURM.items() if k not in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID")}
-    assert find_worker(environment) == Worker(9, 11, 1, 11, "Slurm")
+    assert find_worker(environment) == RankInfo(9, 11, 1, 11, "Slurm")
 
 
 @pytest.mark.parametrize(
@@ -137,11 +137,11 @@ def test_malformed_tasks_per_node(text: str) -> None:
         ({**TORCHRUN, "LOCAL_RANK": "1.5"},
          "the environment variable LOCAL_RANK must be a number, it is '1.5'; check the launcher"),
         ({**TORCHRUN, "RANK": "8"},
-         "torchrun says that this process is rank 8 of 8, 1 of 4 on this machine; "
-         "ranks go from 0 to one less than their number"),
+         "torchrun says that this process is rank 8 of 8, 1 of 4 on this machine, "
+         "but ranks are from 0 to the number of ranks - 1; check the launcher"),
         ({**TORCHRUN, "LOCAL_RANK": "4"},
-         "torchrun says that this process is rank 5 of 8, 4 of 4 on this machine; "
-         "ranks go from 0 to one less than their number"),
+         "torchrun says that this process is rank 5 of 8, 4 of 4 on this machine, "
+         "but ranks are from 0 to the number of ranks - 1; check the launcher"),
         ({**SLURM, "SLURM_NTASKS": "many"},
          "the environment variable SLURM_NTASKS must be a number, it is 'many'; check the launcher"),
         ({k: v for k, v in SLURM.items() if k != "SLURM_LOCALID"},
@@ -166,30 +166,30 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_a_workers_place_is_announced(environment: dict[str, str]) -> None:
-    export_rank_variables(Worker(5, 8, 1, 4, "Slurm"), "tcp://10.0.0.1:6000")
+    export_rank_variables(RankInfo(5, 8, 1, 4, "Slurm"), "tcp://10.0.0.1:6000")
     environment.pop("PYTEST_CURRENT_TEST", None)
     assert environment == {
         "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "6000",
     }  # fmt: skip
 
 
-def test_the_launchers_meeting_point_counts(environment: dict[str, str]) -> None:
+def test_rendezvous_of_the_launcher_takes_precedence(environment: dict[str, str]) -> None:
     environment.update(MASTER_ADDR="a", MASTER_PORT="1")
-    export_rank_variables(Worker(0, 2, 0, 2, "torchrun"), "tcp://b:2")
+    export_rank_variables(RankInfo(0, 2, 0, 2, "torchrun"), "tcp://b:2")
     assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("a", "1")
 
 
-def test_a_meeting_point_without_a_port_gets_the_usual_one(environment: dict[str, str]) -> None:
+def test_rendezvous_without_a_port_gets_the_default(environment: dict[str, str]) -> None:
     environment["MASTER_ADDR"] = "a"
-    export_rank_variables(Worker(0, 2, 0, 2, "Slurm"), None)
+    export_rank_variables(RankInfo(0, 2, 0, 2, "Slurm"), None)
     assert environment["MASTER_PORT"] == "29500"
 
 
-def test_no_meeting_point(environment: dict[str, str]) -> None:
+def test_missing_rendezvous(environment: dict[str, str]) -> None:
     with pytest.raises(UserError) as error:
-        export_rank_variables(Worker(0, 4, 0, 4, "Slurm"), None)
+        export_rank_variables(RankInfo(0, 4, 0, 4, "Slurm"), None)
     assert str(error.value) == (
-        "Slurm started 4 processes but no rendezvous address is set; export MASTER_ADDR and MASTER_PORT, "
+        "Slurm started 4 processes, but MASTER_ADDR is not set; export MASTER_ADDR and MASTER_PORT, "
         "or give --init-method tcp://HOST:PORT"
     )
 
@@ -212,7 +212,7 @@ def test_no_meeting_point(environment: dict[str, str]) -> None:
         ("", None),
     ],
 )
-def test_meeting_points(url: str, expected: tuple[str, int] | None) -> None:
+def test_parse_init_method(url: str, expected: tuple[str, int] | None) -> None:
     assert parse_rendezvous_url(url) == expected
     if expected is not None:
         assert parse_init_method(url) == (expected[0], str(expected[1]))
@@ -228,7 +228,7 @@ def test_exported_threads_are_a_wish_unless_torchrun_filled_them_in(
     environment: dict[str, str], exported: str, launcher: str, threads: int
 ) -> None:
     environment["OMP_NUM_THREADS"] = exported
-    assert threads_from_environment(Facts(2, 2, 8, launcher)) == threads
+    assert threads_from_environment(ProcessFacts(2, 2, 8, launcher)) == threads
 
 
 def test_workers_inherit_threads_unless_the_user_chose(environment: dict[str, str]) -> None:

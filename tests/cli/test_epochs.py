@@ -10,14 +10,14 @@ import torch.distributed as dist
 from pentatron.checkpoint.state import TrainState
 from pentatron.cli.configure import Prepared, prepare
 from pentatron.cli.main import main
-from pentatron.data.datasets import build_datasets, open_data, resolve_epochs
 from pentatron.data.gpt_dataset import GPTDataset
 from pentatron.data.indexed_writer import IndexedDatasetWriter
+from pentatron.data.open_data import build_datasets, open_data, resolve_epochs
 from pentatron.errors import AgreedError, ConfigError
 from pentatron.monitor.display import SilentDisplay
 from pentatron.parallel.world import create_groups, single_process
 from pentatron.settings.entry_points import TRAIN
-from pentatron.settings.settings import Facts
+from pentatron.settings.settings import ProcessFacts
 from tests.data.chats import CHATML, tokenizer_folder
 from tests.harness import run_distributed
 
@@ -86,10 +86,12 @@ def test_every_document_is_read_as_often_as_epochs_say(pairs: tuple[Path, Path],
     train = build_datasets(opened, config, world, TrainState(), tmp_path, SilentDisplay()).train
     assert isinstance(train, GPTDataset)
     assert train.parts[0].epochs == 3 and not train.parts[0].separate_final_epoch
-    assert config.spans.total == 72 and len(train) == 74, "sequences run on over the ends of epochs"
+    assert config.schedule_lengths.total == 72 and len(train) == 74, (
+        "sequences run on over the ends of epochs"
+    )
 
 
-def test_what_cannot_be_counted_is_one_sentence(pairs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_epochs_that_cannot_be_counted_are_refused(pairs: tuple[Path, Path], tmp_path: Path) -> None:
     one, other = pairs
     words = f"--data-path {one} --split 1,0,0 --global-batch-size 64 --epochs 2"
     assert problems(words) == [
@@ -100,7 +102,7 @@ def test_what_cannot_be_counted_is_one_sentence(pairs: tuple[Path, Path], tmp_pa
         f"no data file {tmp_path}/none.idx; give the prefix of a prepared .bin/.idx pair without its ending"
     ]
     assert problems(f"--data-path 1 {one} 2 {other} --global-batch-size 4 --epochs 2") == [
-        "the number of steps of --epochs 2 is unknown: data with weights is drawn by its shares and has no epochs; give "
+        "the number of steps of --epochs 2 is unknown: weighted data is sampled by weight, so it has no epochs; give "
         "--train-iters instead"
     ]
     assert problems(f"--data-path {other} --split 1,0,0 --seq-length 64 --epochs 2") == [
@@ -110,7 +112,7 @@ def test_what_cannot_be_counted_is_one_sentence(pairs: tuple[Path, Path], tmp_pa
 
 def test_a_job_for_other_machines_counts_there(tmp_path: Path) -> None:
     """Preparing a job for other machines needs no data here: the steps are counted when it runs."""
-    there = Facts(4, 4, 8, "torchrun", True)
+    there = ProcessFacts(4, 4, 8, "torchrun", True)
     words = (
         f"{SHAPE.partition(' --nproc')[0]} --data-path {tmp_path / 'none'} --global-batch-size 4 --epochs 2"
     )
@@ -120,11 +122,11 @@ def test_a_job_for_other_machines_counts_there(tmp_path: Path) -> None:
         told = "--epochs 2: the number of steps is known once the run has counted its data"
         assert told in made.notices
     weighed = words.replace("--data-path", "--data-path 0.5 a 0.5")
-    with pytest.raises(ConfigError, match="drawn by its shares"):
+    with pytest.raises(ConfigError, match="sampled by weight"):
         prepare(weighed.split(), TRAIN, there)
 
 
-def test_text_is_told_once(tmp_path: Path) -> None:
+def test_text_data_is_reported_once(tmp_path: Path) -> None:
     told = problems(f"--data-path {tmp_path / 'a.jsonl'} --global-batch-size 4 --epochs 2")
     assert len(told) == 1 and "is text" in told[0]
 
@@ -132,7 +134,7 @@ def test_text_is_told_once(tmp_path: Path) -> None:
 def under_torchrun(prefix: Path) -> str:
     """Returns the step count that a rank under torchrun resolves, or its error message."""
     words = f"{SHAPE.partition(' --nproc')[0]} --data-path {prefix} --split 1,0,0 --global-batch-size 4 --epochs 2"
-    resolved = prepare(words.split(), TRAIN, Facts(2, 2, 8, "torchrun", True)).resolved
+    resolved = prepare(words.split(), TRAIN, ProcessFacts(2, 2, 8, "torchrun", True)).resolved
     world = create_groups(resolved.config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
     try:
         settled = resolve_epochs(resolved, world, prefix.parent, SilentDisplay())
@@ -151,11 +153,11 @@ def test_data_of_a_program_is_not_counted(tmp_path: Path) -> None:
     words = f"{SHAPE} --data-path {tmp_path / 'none'} --global-batch-size 4 --epochs 2"
     made = prepare(f"{words} --train-iters 7".split(), TRAIN, own_data=True).resolved
     assert made.config.train.train_iters == 7
-    assert "--epochs 2: the data is not read here; --train-iters 7 decides" in made.notices
+    assert "--epochs 2: the data is not read here; --train-iters 7 sets the length" in made.notices
     assert resolve_epochs(made, single_process(), tmp_path, SilentDisplay(), own_data=True) is made
     with pytest.raises(ConfigError, match="no data is read; give --train-iters"):
         prepare(words.split(), TRAIN, own_data=True)
-    there = prepare(words.split(), TRAIN, Facts(1, 1, 8, "torchrun", True)).resolved
+    there = prepare(words.split(), TRAIN, ProcessFacts(1, 1, 8, "torchrun", True)).resolved
     with pytest.raises(AgreedError, match="the program supplies its own data; give --train-iters"):
         resolve_epochs(there, single_process(), tmp_path, SilentDisplay(), own_data=True)
 
@@ -173,7 +175,7 @@ def test_shown_samples_are_those_of_the_epochs(
 ) -> None:
     words = f"--data-path {pairs[0]} --split 1,0,0 --seq-length 8 --epochs 2"
     assert main(["data", "show", *words.split()]) == 0
-    assert "samples of a run that reads 48 of them" in capsys.readouterr().out
+    assert "samples of a run of 48 samples" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def test_without_a_gpu_it_is_foreseen(
     monkeypatch.setattr(bench, "host_memory", lambda: (2**30, 40 * 2**20))
     assert main([*ALONE, "--device", "cpu"]) == 0
     shown = capsys.readouterr().out
-    assert "nothing is tried" in shown and not list(tmp_path.iterdir())
+    assert "no steps are run" in shown and not list(tmp_path.iterdir())
     size = int(re.search(r"largest: (\d+)", shown)[1])  # type: ignore[index]
     command = shown.strip().splitlines()[-1].split()
     assert command[:2] == ["pentatron", "train"]
@@ -128,7 +128,7 @@ def test_other_failures_are_not_taken_for_memory(
     assert "no kernel image is available" in capsys.readouterr().err
 
 
-def test_what_cannot_be_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_given_micro_batch_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ALONE, "--device", "cpu", "--micro-batch-size", "4"]) == 2
     assert "leave it out" in capsys.readouterr().err
 
@@ -141,4 +141,4 @@ def test_a_size_that_is_refused_is_one_that_does_not_fit() -> None:
 @pytest.mark.parametrize("words", [["--list"], ["--variants", "zero1"]])
 def test_it_tries_one_layout(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ALONE, *words]) != 0
-    assert "--find-micro-batch tries one layout" in capsys.readouterr().err
+    assert "--find-micro-batch measures one layout" in capsys.readouterr().err

@@ -92,7 +92,7 @@ def test_the_file_says_how_a_prompt_begins(folder: Path, capsys: pytest.CaptureF
     )
 
 
-def test_the_reference_is_what_transformers_says(
+def test_reference_script_prints_the_output_of_transformers(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reference(model: str | Path) -> tuple[object, str, str]:
@@ -110,7 +110,7 @@ def test_the_reference_is_what_transformers_says(
     assert "\n".join(text) == f"text: def f(x):{ours['text']}"
     assert command.endswith(f"pentatron generate {folder} 'def f(x):' --greedy --max-new-tokens 6")
     code, _, err = reference("nowhere")
-    assert code == 2 and "nowhere is no Hugging Face folder" in err
+    assert code == 2 and "nowhere is not a Hugging Face folder" in err
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     code, _, err = reference(tmp_path)
     assert code == 2 and f"transformers cannot open {tmp_path}" in err
@@ -174,7 +174,7 @@ def test_a_run_its_checkpoints_and_one_step(run: Path, capsys: pytest.CaptureFix
         weights.write_bytes(whole)
 
 
-def test_what_has_nothing_to_act_on_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_without_effect_are_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, err = say(capsys, run, "--tokens", "1", "--greedy", "--top-k", "3", "--top-p", "0.5", *QUICK)
     assert (
         "note: --top-k 3 --top-p 0.5 --seed 1: greedy decoding takes the most likely token, so this has no effect"
@@ -204,7 +204,7 @@ def test_a_name_of_the_hub_is_its_folder(
         ("RUN x", "has no tokenizer; give one with --tokenizer-model DIR, or token ids with --tokens"),
         ("RUN --tokens 1,x", "--tokens must be token ids such as 1,2,3"),
         ("RUN x --tokens 1", "--tokens gives the prompts already"),
-        ("RUN --tokens 1,99", "token 99, and the model knows the tokens 0 to 60"),
+        ("RUN --tokens 1,99", "token 99, but the model has the tokens 0 to 60"),
         ("RUN --tokens 1 --top-p 0", "--top-p 0.0 must be above 0 and at most 1"),
         ("RUN --tokens 1 --seed 4294967296", "--seed 4294967296 must be from 0 to 4294967295"),
         ("RUN --tokens 1 --temperature -1", "--temperature -1.0 must be 0 or more"),
@@ -219,7 +219,7 @@ def test_a_name_of_the_hub_is_its_folder(
         ("RUN --tokens 1 --pp 3", "layers"),
         (
             "RUN --tokens 1 --spec some module",
-            "was made without layers of its own; leave --spec some module out",
+            "uses no custom layer spec; leave --spec some module out",
         ),
         (
             "RUN --tokens 1 --greedy --temperature 0.5",
@@ -230,14 +230,16 @@ def test_a_name_of_the_hub_is_its_folder(
         ("RUN --prompt-file nowhere", "--prompt-file nowhere cannot be read"),
     ],
 )
-def test_what_is_refused(words: str, sentence: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_requests_are_refused(
+    words: str, sentence: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = [str(run) if word == "RUN" else word for word in words.split()]
     assert run_guarded(lambda: generate_command(given)) == 2
     out, err = capsys.readouterr()
     assert sentence in err and not out
 
 
-def test_a_missing_gpu_is_told_once_and_before_ranks_are_started(
+def test_missing_gpu_is_reported_once_before_ranks_start(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
@@ -245,4 +247,4 @@ def test_a_missing_gpu_is_told_once_and_before_ranks_are_started(
     assert (
         run_guarded(lambda: generate_command([str(folder), "import", "--tp", "2", "--device", "cuda"])) == 2
     )
-    assert capsys.readouterr().err.count("torch sees no GPU here") == 1
+    assert capsys.readouterr().err.count("torch finds no GPU") == 1

@@ -13,7 +13,7 @@ from pentatron.__main__ import main as program
 from pentatron.cli.main import COMMANDS, main
 from pentatron.cli.options import entry_help
 from pentatron.settings.entry_points import ENTRY_POINTS, EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, TRAIN
-from pentatron.settings.run_config import sections, table
+from pentatron.settings.run_config import all_settings, sections
 
 ROOT = Path(__file__).parents[2]
 # Runs a command; exit code 90 means that it has imported torch.
@@ -74,7 +74,7 @@ def test_help_lists_every_setting_in_its_group(entry: object) -> None:
     titles = [f"{cls.__doc__}  ({entry.name} --help {section})" for section, cls in sections().items()]
     places = [text.index(title) for title in titles]
     assert places == sorted(places)
-    for item in table().values():
+    for item in all_settings().values():
         at = list(sections()).index(item.section)
         group = text[places[at] : places[at + 1] if at + 1 < len(places) else None]
         assert re.search(rf"^  (--[a-z0-9-]+, )*{item.flag}\b(?!-)", group, re.MULTILINE), item.name
@@ -105,28 +105,28 @@ def line_of(text: str, flag: str) -> str:
 @pytest.mark.parametrize(
     ("flag", "line"),
     [
-        ("--lr", "--lr, --learning-rate X learning rate; default 0.0003"),
-        ("--zero-stage", "--zero-stage 0|1|2|3, --use-distributed-optimizer shard over data-parallel ranks: 0 nothing, "
-                         "1 optimizer state, 2 + gradients, 3 + parameters; default 0"),
+        ("--lr", "--lr, --learning-rate X peak learning rate; default 0.0003"),
+        ("--zero-stage", "--zero-stage 0|1|2|3, --use-distributed-optimizer ZeRO stage, sharding over data-parallel ranks: 0 nothing, "
+                         "1 optimizer state, 2 also gradients, 3 also parameters; default 0"),
         ("--verify-checkpoint", "--verify-checkpoint, --no-verify-checkpoint verify checksums before resuming, and of a "
                                 "new checkpoint before the last verified one is deleted; default on"),
         ("--bf16", "--bf16 bf16 weights and activations, fp32 master weights and gradients"),
         ("--rope-fusion", "--rope-fusion, --no-rope-fusion fused rotary kernel; default on; accepted, has no effect"),
-        ("--tokenizer-type", "--tokenizer-type TEXT kind of tokenizer; one of HuggingFaceTokenizer, HFTokenizer, "
+        ("--tokenizer-type", "--tokenizer-type TEXT type of the tokenizer; one of HuggingFaceTokenizer, HFTokenizer, "
                              "GPT2BPETokenizer, SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer, "
                              "ByteTokenizer, NullTokenizer, SFTTokenizer"),
         ("--rampup-batch-size", "--rampup-batch-size N ... START INCREMENT SAMPLES: increase the global batch size from "
                                 "START to its final value within SAMPLES samples"),
-        ("--num-workers", "--num-workers N data loading processes of one rank; default 0"),
-        ("--micro-batch-size", "--micro-batch-size N samples per micro-batch, which one rank computes at once (1)"),
-        ("--global-batch-size", "--global-batch-size N samples per optimizer step (micro-batch × data-parallel size)"),
+        ("--num-workers", "--num-workers N data loading processes per rank; default 0"),
+        ("--micro-batch-size", "--micro-batch-size N samples per micro-batch of a rank (1)"),
+        ("--global-batch-size", "--global-batch-size N samples per optimizer step over all ranks (micro-batch × data-parallel size)"),
     ],
 )  # fmt: skip
 def test_lines_of_help(flag: str, line: str) -> None:
     assert line_of(entry_help(TRAIN), flag) == line
 
 
-def test_help_knows_what_the_entry_point_means_and_sets() -> None:
+def test_help_follows_the_entry_point() -> None:
     assert not re.search(r" --batch-size\b", entry_help(TRAIN))
     assert line_of(entry_help(EXAMPLE), "--global-batch-size").startswith(
         "--global-batch-size, --batch-size N "
@@ -136,7 +136,7 @@ def test_help_knows_what_the_entry_point_means_and_sets() -> None:
         "--rank-batch-size, --batch-size N "
     )
     assert line_of(entry_help(PRETRAIN_GPT), "--lr-decay-style").endswith("; default linear")
-    assert "`pentatron config --as train_3d_parallel.py` with the same words" in entry_help(PARALLEL_3D)
+    assert "`pentatron config --as train_3d_parallel.py` with the same arguments" in entry_help(PARALLEL_3D)
 
 
 # --- dispatch ---
@@ -180,7 +180,7 @@ def test_train_help_through_the_command(capsys: pytest.CaptureFixture[str]) -> N
         ("layout --draw x --tp_siz 2", "unknown flag --tp_siz (did you mean --tp-size?)"),
         ("bench --steps 0 --prest demo", "unknown flag --prest (did you mean --preset?)"),
         ("checkpoint reshard --tp_siz 2", "unknown flag --tp_siz (did you mean --tp-size?)"),
-        ("plan --preset llama3-8b --gpu 8", "--gpu 8 is not known here (a number of GPUs is --gpus 8); use one of"),
+        ("plan --preset llama3-8b --gpu 8", "--gpu 8 is unknown (a number of GPUs is --gpus 8); use one of"),
         ("plan nowhere --gpus 8", "nowhere does not exist; name a Hugging Face folder or a run, or a model with --preset NAME"),
         ("plan folder --gpus 8", "folder holds no checkpoint and no Hugging Face model; name"),
         ("plan llama3-8b --gpus 8", "there is no folder llama3-8b; the preset of that name is --preset llama3-8b"),
@@ -195,7 +195,7 @@ def test_train_help_through_the_command(capsys: pytest.CaptureFixture[str]) -> N
         ("train --lr x", "--lr must be a number, not 'x'"),
         ("train --config nowhere.yaml", "configuration file nowhere.yaml does not exist; check the path given to --config"),
         ("config --preset demoo", "unknown preset 'demoo' (did you mean demo?); there are: demo, "),
-        ("presets demo", "pentatron presets takes no words; use one with: pentatron train --preset NAME"),
+        ("presets demo", "pentatron presets takes no arguments; use a preset with: pentatron train --preset NAME"),
         ("train --nproc-per-node 2 --hidden-size 60 --num-attention-heads 7",
          "--hidden-size 60 is not divisible by --num-attention-heads 7; use 1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30 or 60 heads"),
     ],
@@ -212,7 +212,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert captured.out == ""
 
 
-def test_mistakes_of_a_small_command_are_told_together(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_of_a_small_command_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prepare", "--workers", "x", "--output-prefx=o"]) == 2
     assert capsys.readouterr().err.splitlines()[1:] == [
         "  1. --workers must be a whole number, not 'x'",
@@ -244,7 +244,7 @@ def test_mistakes_of_a_small_command_are_told_together(capsys: pytest.CaptureFix
         ("doctor --jsn --no_trails", ["unknown flag --jsn", "unknown flag --no_trails (did you mean --no-trials?)"]),
     ],
 )  # fmt: skip
-def test_mistakes_in_options_and_settings_are_told_together(
+def test_mistakes_in_options_and_settings_are_reported_together(
     words: str, told: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words.split()) == 2
@@ -255,7 +255,7 @@ def test_mistakes_in_options_and_settings_are_told_together(
     assert told[0] in lines[0]
 
 
-def test_what_is_missing_is_told_together(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_options_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["prepare", "--workers", "0"]) == 2
     said = capsys.readouterr().err
     for name in (

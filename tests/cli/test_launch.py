@@ -39,7 +39,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ([*CLUSTER, "--script", "nowhere.py"], ["--script nowhere.py does not exist"]),
     ],
 )  # fmt: skip
-def test_what_cannot_run_is_refused_and_nothing_is_written(
+def test_impossible_job_is_refused_and_nothing_is_written(
     words: list[str], sentences: list[str], here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["launch", "slurm", *words, *MODEL]) == 2
@@ -50,12 +50,12 @@ def test_what_cannot_run_is_refused_and_nothing_is_written(
 
 def test_options_of_the_other_kind_and_other_kinds_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "torchrun", *CLUSTER, "--partition", "gpu", *MODEL]) == 2
-    assert "--partition is a matter of Slurm" in capsys.readouterr().err
+    assert "--partition is a Slurm option" in capsys.readouterr().err
     assert main(["launch", "slum"]) == 2
     assert "(did you mean slurm?)" in capsys.readouterr().err
 
 
-def test_a_batch_script_says_what_was_asked(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_script_has_the_given_options(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = (
         "--time 1-00:00:00 --partition gpu --account us --qos high --constraint h100 --mem 0 --cpus-per-task 32 --grace 120 "
         "--container-image image:1 --container-mounts /data:/data --output logs/%j.out --job-name try"
@@ -102,7 +102,7 @@ def test_a_batch_script_says_what_was_asked(here: Path, capsys: pytest.CaptureFi
         ("--nodes 2", "with MASTER_ADDR exported as the address of the first: bash job.sh 0 and"),
     ],
 )
-def test_how_to_start_it_is_said_in_full(
+def test_start_command_is_printed_in_full(
     here: Path, capsys: pytest.CaptureFixture[str], words: str, sentence: str
 ) -> None:
     """Prints the complete start command, because the script refuses to run without an address."""
@@ -207,7 +207,7 @@ def test_the_written_script_trains_on_two_machines(here: Path) -> None:
     given = ", ".join(f"{name}={value}" for name, value in sorted(everything.items()))
     said = ended[0][1]
     assert f"note: {given}: messages go through gloo here, not through NCCL, so this has no effect" in said
-    assert "note: CUDA_DEVICE_MAX_CONNECTIONS=1: there is no GPU here" in said
+    assert "note: CUDA_DEVICE_MAX_CONNECTIONS=1: this machine has no GPU" in said
 
 
 def test_words_of_several_lines_stay_in_the_comment_and_a_path_stays_one_word(here: Path) -> None:

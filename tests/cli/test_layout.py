@@ -57,7 +57,7 @@ def test_everything_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no model is named: this shape is assumed" in text
 
 
-def test_no_escape_codes_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_escape_codes_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in show(capsys, f"{SIXTEEN} --draw")
 
 
@@ -76,7 +76,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (schedule["kind"], schedule["micro_batches"], tuple(schedule["alive"])) == (
         "1f1b",
         6,
-        checked.alive,
+        checked.in_flight,
     )
     assert schedule["bubble"] == checked.bubble
     assert len(schedule["timeline"][0]) == 12
@@ -102,7 +102,7 @@ def test_number_of_processes(words: str, world: int) -> None:
 @pytest.mark.parametrize("tensor", [1, 2, 3, 8, 64])
 @pytest.mark.parametrize("pipeline", [1, 2, 7])
 @pytest.mark.parametrize("virtual", [1, 3])
-def test_a_model_that_nobody_named_fits_every_layout(tensor: int, pipeline: int, virtual: int) -> None:
+def test_assumed_model_fits_every_layout(tensor: int, pipeline: int, virtual: int) -> None:
     words = f"--tp_size {tensor} --pp_size {pipeline} --sequence-parallel"
     if pipeline > 1:
         words += f" --virtual-pipeline-model-parallel-size {virtual}"
@@ -120,7 +120,7 @@ def test_a_model_that_nobody_named_fits_every_layout(tensor: int, pipeline: int,
         ("--pp_size 2 --num-layers 3 --vocab-size 10", [2, 1]),
     ],
 )
-def test_a_model_that_nobody_named_follows_the_pipelines_settings(words: str, layers: list[int]) -> None:
+def test_assumed_model_follows_the_pipeline_settings(words: str, layers: list[int]) -> None:
     assert [len(part.layers) for part in resolve_layout(words.split()).config.stages] == layers
 
 
@@ -184,7 +184,7 @@ def test_modules_that_run_again_are_shown(capsys: pytest.CaptureFixture[str]) ->
     assert "recomputed" not in show(capsys, "--pp_size 2")
 
 
-def test_a_folded_pipeline_shares_a_tied_embedding_with_nobody(capsys: pytest.CaptureFixture[str]) -> None:
+def test_folded_pipeline_needs_no_embedding_group(capsys: pytest.CaptureFixture[str]) -> None:
     assert "embedding" in data(capsys, "--pp_size 2")["groups"]
     assert "embedding" not in data(capsys, "--pp_size 2 --pipeline-schedule zbv")["groups"]
 
@@ -233,7 +233,7 @@ def test_columns_are_time() -> None:
             assert drawn[3 * slot.start :].startswith(label)
 
 
-def test_halves_of_backwards_are_told() -> None:
+def test_halves_of_backwards_are_reported() -> None:
     report = resolve_layout("--pp_size 2 --num-microbatches 4 --pipeline-schedule zero-bubble".split())
     text = as_text(report, everything=False)
     assert "of them between the halves of a split backward, at most, by rank: 1, 2" in text
@@ -278,7 +278,7 @@ def test_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
             "--tp_siz 2",
             "unknown flag --tp_siz (did you mean --tp-size?); pentatron layout --help lists them all",
         ),
-        ("--draw a.png", "--draw must name a picture that ends in .svg, not 'a.png'"),
+        ("--draw a.png", "--draw must name a file with the extension .svg, not 'a.png'"),
         (
             "--draw /nowhere/a.svg",
             "--draw /nowhere/a.svg: No such file or directory; name a file that can be written",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pentatron.cli import worker_errors
-from pentatron.cli.environment import Worker
+from pentatron.cli.environment import RankInfo
 from pentatron.cli.worker_errors import available_memory, check_memory, out_of_memory_message
 from pentatron.errors import AgreedError, UserError
 from pentatron.launch.machine import host_memory
@@ -18,7 +18,7 @@ from pentatron.plan.memory import memory_of
 from tests.support import LLAMA, resolved
 
 CPU = torch.device("cpu")
-FIRST = Worker(0, 1, 0, 1, "none")
+FIRST = RankInfo(0, 1, 0, 1, "none")
 MODEL = f"{LLAMA} --micro-batch-size 4"
 
 
@@ -26,7 +26,7 @@ def needed() -> int:
     return memory_of(resolved(MODEL).config).largest.total
 
 
-def test_what_fits_is_not_mentioned() -> None:
+def test_sufficient_memory_gives_no_message() -> None:
     config = resolved(MODEL).config
     assert check_device_memory(config, 0, AvailableMemory("GPU", 2 * needed(), 2 * needed())) is None
 
@@ -45,8 +45,8 @@ def test_a_tight_run_is_warned_of_with_its_numbers_and_the_way_out() -> None:
     assert "\n" not in verdict.sentence
 
 
-def test_only_what_is_held_for_good_makes_a_run_impossible() -> None:
-    held = memory_of(resolved(MODEL).config).largest.held.on_device
+def test_only_static_memory_makes_a_run_impossible() -> None:
+    held = memory_of(resolved(MODEL).config).largest.static.on_device
     just, less = (
         check_device_memory(resolved(MODEL).config, 0, AvailableMemory("GPU", room, room))
         for room in (held, held - 1)
@@ -79,11 +79,11 @@ def test_the_first_of_a_stage_warns(
     use_room(monkeypatch, needed(), 0.5 * needed())
     config = resolved(f"{MODEL} --micro-batch-size 1", 2).config
     for rank in (0, 1):
-        check_memory(config, CPU, Worker(rank, 2, rank, 2, "none"))
+        check_memory(config, CPU, RankInfo(rank, 2, rank, 2, "none"))
     assert capsys.readouterr().err.count("pentatron: warning: this run may not fit") == 1
 
 
-def test_what_cannot_be_is_refused_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_run_is_refused_unless_the_check_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     use_room(monkeypatch, 1000.0, 1000.0)
     with pytest.raises(UserError, match=r"cannot fit.*--no-check-memory") as refused:
         check_memory(resolved(MODEL).config, CPU, FIRST)
@@ -96,7 +96,7 @@ def test_an_optimizer_in_host_memory_is_compared_with_it(
 ) -> None:
     """Checks host memory also if the memory of the GPU is large enough."""
     config = resolved(f"{MODEL} --optimizer-cpu-offload").config
-    host = memory_of(config).largest.held.in_host
+    host = memory_of(config).largest.static.in_host
     monkeypatch.setattr(
         worker_errors, "available_memory", lambda device, processes: AvailableMemory("GPU", 1e12, 1e12)
     )
@@ -122,7 +122,7 @@ def test_processes_share_the_machine() -> None:
     assert 0 < one.free <= one.total
 
 
-def test_a_container_has_what_its_control_group_allows(tmp_path: Path) -> None:
+def test_host_memory_respects_the_control_group(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text(
         "MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 800 kB\nSwapTotal: 24 kB\nSwapFree: 24 kB\n"

@@ -93,7 +93,7 @@ def test_utilisation_is_held_against_its_aim(tmp_path: Path, capsys: pytest.Capt
     assert main(["monitor", str(folder), "--once"]) == 0
     shown = capsys.readouterr().out
     assert "utilisation   80% of the GPUs; aim: above 80%" in shown
-    assert "2,048 MiB on rank 1, 1,024 on the emptiest" in shown
+    assert "2,048 MiB on rank 1, 1,024 on the rank with the least" in shown
     assert "communication" not in shown, "where waiting is not measured nothing is made up"
 
 
@@ -143,9 +143,7 @@ def test_a_run_that_failed_is_shown_with_its_last_words(
     assert "without a message" not in shown
 
 
-def test_a_run_is_finished_when_what_follows_its_steps_is_done(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_is_finished_after_its_closing_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "run", steps=10)
     log = folder / "train.log"
     earlier = "run folder: of the first five steps\n"
@@ -172,7 +170,7 @@ def test_the_time_left_follows_a_batch_that_grows(tmp_path: Path, capsys: pytest
     assert "left 0:28" in capsys.readouterr().out
 
 
-def test_a_run_that_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_silent_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "run", steps=4)
     os.utime(folder / "metrics.jsonl", (1e9, 1e9))
     assert main(["monitor", str(folder), "--once"]) == 0
@@ -180,7 +178,7 @@ def test_a_run_that_says_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     elsewhere = json.dumps({"host": "another", "pid": 1, "since": "now"})
     (folder / ".lock").write_text(elsewhere)
     assert main(["monitor", str(folder), "--once"]) == 0
-    assert "cannot be determined from here" in capsys.readouterr().out
+    assert "its process cannot be checked from this machine" in capsys.readouterr().out
 
 
 def test_the_lines_go_on_until_the_run_ends(
@@ -212,7 +210,7 @@ def test_on_a_terminal_the_screen_is_drawn_again(
     )
     assert main(["monitor", str(folder)]) == 0
     first, second = capsys.readouterr().out.split("\x1b[H")[1:]
-    assert "step 4/10" in first and "Ctrl-C leaves" in first
+    assert "step 4/10" in first and "Ctrl-C ends the monitor" in first
     assert "step 10/10" in second and "finished" in second and "Ctrl-C" not in second
     assert second.endswith("\x1b[?25h"), "the cursor is back"
 
@@ -226,19 +224,19 @@ def test_without_a_folder_the_newest_run_is_watched(tmp_path: Path) -> None:
 
 
 def test_nothing_to_watch_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UserError, match="there is no run"):
+    with pytest.raises(UserError, match="no run was found"):
         newest_run(tmp_path)
     assert main(["monitor", str(tmp_path)]) == 2
-    assert "holds no metrics.jsonl" in capsys.readouterr().err
+    assert "has no metrics.jsonl; name a run folder" in capsys.readouterr().err
     assert main(["monitor", str(tmp_path / "typo")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert "does not exist; name a run folder" in capsys.readouterr().err
 
 
 def test_a_wrong_flag_is_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["monitor", "--intervall", "3"]) == 2
     assert "did you mean --interval?" in capsys.readouterr().err
     assert main(["monitor", "a", "b"]) == 2
-    assert "one run at a time" in capsys.readouterr().err
+    assert "pentatron monitor shows one run" in capsys.readouterr().err
     assert main(["monitor", "--interval", "0"]) == 2
     assert "must be a number of seconds above 0" in capsys.readouterr().err
 

@@ -46,7 +46,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("--load nowhere --dataset-size 8 --pp 3 --train-iters 2 --use-mp-args-from-checkpoint-args", [NO_MODEL]),
     ],
 )  # fmt: skip
-def test_all_that_is_wrong_is_told_at_once(
+def test_all_problems_are_reported_at_once(
     words: str, problems: list[str], here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", *MODEL.split(), *words.split()]) == 2
@@ -60,7 +60,7 @@ def test_all_that_is_wrong_is_told_at_once(
     assert list(here.iterdir()) == [], "nothing was started"
 
 
-def test_what_is_only_looked_at_or_read_by_a_provider_need_not_be_here() -> None:
+def test_data_files_may_be_absent_in_config_and_with_a_provider() -> None:
     words = [*MODEL.split(), *"--vocab-size 9 --data-path nowhere --train-iters 2".split()]
     assert prepare(words, TRAIN).resolved.config.data.data_path == ("nowhere",)
 

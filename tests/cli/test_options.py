@@ -92,7 +92,7 @@ def test_positional_words() -> None:
         parse_options(Made, ["--out", "o", "a"], "cmd", stray="no place for '{word}'")
 
 
-def test_what_cannot_be_read_is_told_at_once_and_what_is_not_possible_after_that() -> None:
+def test_unreadable_options_are_reported_before_invalid_values() -> None:
     assert problems("--steps x --outt --rate --kind odd --span 3 --everything=so --old 3 --out") == [
         "--steps must be a whole number, not 'x'",
         "unknown flag --outt (did you mean --out?); cmd --help lists them",
@@ -141,7 +141,7 @@ def test_options_without_effect() -> None:
     ]
 
 
-def test_help_lists_what_is_declared() -> None:
+def test_help_lists_the_declared_options() -> None:
     assert synopsis(Made).startswith(
         "--out-file FILE | --out FILE [--steps N] [--rate X] [--names NAME ...] "
     )

@@ -86,7 +86,7 @@ def test_script_variables_become_flags(script: str, variables: str, words: str, 
     assert words_given(script, tmp_path, variables, further) == f"{words} {further}"
 
 
-def test_a_machine_that_does_not_know_its_number_is_told(tmp_path: Path) -> None:
+def test_missing_node_rank_is_reported(tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError) as refused:
         words_given("run_multinode.sh", tmp_path, "NUM_NODES=2 MASTER_ADDR=head")
     assert "set NODE_RANK to 0, 1, ... on each machine" in refused.value.stderr
@@ -140,7 +140,7 @@ def train_on_a_rank(words: list[str], port: int) -> int:
     return main(["train", *words])
 
 
-def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
+def test_run_resumes_in_another_layout(tmp_path: Path) -> None:
     """One process saves at step 3 and ends at step 6; two pipeline ranks repeat steps 4 to 6."""
     folder = tmp_path / "run"
     words = (
@@ -242,18 +242,18 @@ def checked(kind: str, micro_batches: int) -> ScheduleProperties:
     return check(training_schedule(kind, 4, 1, micro_batches))
 
 
-def test_what_the_schedules_cost() -> None:
+def test_memory_and_bubble_of_the_schedules() -> None:
     """Compares the memory and the bubble of 1F1B and GPipe.
 
     1F1B keeps fewer micro-batches alive. With the memory that GPipe needs for four micro-batches, 1F1B has a
     smaller bubble. More micro-batches make the bubble smaller.
     """
-    assert max(checked("1f1b", 16).alive) == 4 < max(checked("gpipe", 16).alive) == 16
-    assert max(checked("gpipe", 4).alive) == 4, "the same memory as 1F1B with any number of micro-batches"
+    assert max(checked("1f1b", 16).in_flight) == 4 < max(checked("gpipe", 16).in_flight) == 16
+    assert max(checked("gpipe", 4).in_flight) == 4, "the same memory as 1F1B with any number of micro-batches"
     assert checked("gpipe", 4).bubble > checked("1f1b", 16).bubble
     for kind in ("1f1b", "gpipe"):
         waiting = [checked(kind, count).bubble for count in (4, 8, 16, 32)]
         assert waiting == sorted(waiting, reverse=True) and len(set(waiting)) == 4
         assert waiting == [pytest.approx(3 / (count + 3)) for count in (4, 8, 16, 32)]
-    kept = [max(checked("gpipe", count).alive) for count in (4, 8, 16, 32)]
+    kept = [max(checked("gpipe", count).in_flight) for count in (4, 8, 16, 32)]
     assert kept == [4, 8, 16, 32], "more micro-batches, more memory"

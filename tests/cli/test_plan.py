@@ -12,11 +12,11 @@ from pentatron.cli.main import main
 from pentatron.cli.plan import as_data, plan_layouts
 from pentatron.cli.plan_report import PlanReport, as_text, command_words, training_command_lines
 from pentatron.errors import ConfigError, UserError
-from pentatron.plan.advice import SETS, TABLE_3D
+from pentatron.plan.advice import SUGGESTED_BY_SIZE, TABLE_3D
 from pentatron.plan.search import Layout
 from pentatron.settings.entry_points import TRAIN
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.settings import Facts
+from pentatron.settings.settings import ProcessFacts
 
 SMALL = "--num-layers 4 --hidden-size 256 --seq-length 128 --vocab-size 1000 --global-batch-size 16"
 
@@ -41,7 +41,7 @@ def test_the_page_has_everything_in_its_place(llama: PlanReport) -> None:
         for part in (
             "llama3-8b on 8 × H100",
             "8.03 B parameters",
-            "How to divide it",
+            "Decision tree",
             "Does it fit one GPU?",
             "Layouts that fit",
             "activations  ",
@@ -60,7 +60,7 @@ def test_layouts_are_ranked_and_fit(llama: PlanReport) -> None:
     seconds = [layout.estimate.seconds for layout in llama.layouts if layout.fits]
     assert seconds == sorted(seconds) and len(seconds) >= 5
     assert llama.layouts[0].fits
-    assert all(layout.shape.grid.world_size == 8 for layout in llama.layouts)
+    assert all(layout.sizes.grid.world_size == 8 for layout in llama.layouts)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_every_command_is_one_that_training_takes(words: str, world: int) -> Non
     """The command resolves to the planned configuration."""
     report = plan(words)
     for layout in report.layouts[:12]:
-        made = resolve(gather(settings_words(layout), TRAIN), Facts(world, min(world, 8)))
+        made = resolve(gather(settings_words(layout), TRAIN), ProcessFacts(world, min(world, 8)))
         planned = layout.config
         assert made.config.grid == planned.grid
         assert made.config.parallel.zero_stage == planned.parallel.zero_stage
@@ -112,8 +112,8 @@ def test_a_layout_as_given_is_looked_at_first() -> None:
     assert report.given is not None and not report.given.fits
     assert report.given.config.parallel.zero_stage == 0
     text = as_text(report)
-    assert "The layout as given: TP 2, DP 4; it does NOT fit: there is room for 36.4 GiB" in text
-    assert "To train the first of the list" in text
+    assert "The given layout: TP 2, DP 4; it does NOT fit: there is room for 36.4 GiB" in text
+    assert "To train the first layout of the list" in text
 
 
 def test_an_optimizer_in_host_memory_has_its_column() -> None:
@@ -122,9 +122,9 @@ def test_an_optimizer_in_host_memory_has_its_column() -> None:
     assert row.split()[:6] == ["1", "1", "1", "1", "0+host", "full"]
 
 
-def test_what_is_given_of_how_a_layout_runs_holds_for_the_whole_list() -> None:
+def test_given_schedule_and_zero_stage_apply_to_every_listed_layout() -> None:
     report = plan(f"{SMALL} --gpus 4 --gpu h100 --tp 2 --zero-stage 2 --pipeline-schedule gpipe")
-    assert {layout.shape.grid.tensor for layout in report.layouts} == {1, 2, 4}
+    assert {layout.sizes.grid.tensor for layout in report.layouts} == {1, 2, 4}
     for layout in report.layouts:
         assert layout.config.parallel.zero_stage == 2
         assert layout.config.parallel.pipeline_schedule == "gpipe"
@@ -151,15 +151,15 @@ def test_a_size_in_a_file_does_not_undo_the_layout_of_the_command(tmp_path: Path
     (tmp_path / "two.yaml").write_text("tensor_model_parallel_size: 2\n")
     report = plan(f"{SMALL} --gpus 4 --gpu h100 --config {tmp_path / 'two.yaml'}")
     for layout in report.layouts:
-        made = resolve(gather(settings_words(layout), TRAIN), Facts(4, 4)).config
+        made = resolve(gather(settings_words(layout), TRAIN), ProcessFacts(4, 4)).config
         assert made.grid == layout.config.grid
 
 
 def test_a_gpu_without_bf16_is_planned_in_fp16() -> None:
     report = plan(f"{SMALL} --gpus 1 --gpu v100")
-    assert report.shown.shape.config.precision.name == "fp16"
+    assert report.shown.sizes.config.precision.name == "fp16"
     assert "fp16 (--fp16), as V100 32 GB has no bf16" in report.assumed
-    assert any("in bf16" in notice for notice in plan(f"{SMALL} --gpus 1 --gpu v100 --bf16").notices)
+    assert any("no bf16 matmuls" in notice for notice in plan(f"{SMALL} --gpus 1 --gpu v100 --bf16").notices)
     assert not plan(f"{SMALL} --gpus 1 --gpu a100 --bf16").notices
 
 
@@ -180,13 +180,11 @@ def test_an_optimizer_in_host_memory_must_fit_there() -> None:
     assert plan(f"{words} 100").layouts[0].fits
     small = plan(f"{words} 64")
     assert not small.layouts[0].fits
-    assert "the optimizer needs 89.7 GiB of a machine's memory, which is 64 GiB" in as_text(small)
-    assert "not compared with what it has: --host-memory GB" in as_text(
-        plan(words.removesuffix("--host-memory"))
-    )
+    assert "the optimizer needs 89.7 GiB of host memory per machine, which has 64 GiB" in as_text(small)
+    assert "not checked; give --host-memory GB" in as_text(plan(words.removesuffix("--host-memory")))
 
 
-def test_what_fits_nowhere_is_said() -> None:
+def test_model_that_fits_no_layout_is_reported() -> None:
     text = as_text(plan("--preset gpt3-175b --gpus 2 --gpu rtx4090"))
     assert "No layout fits: a GPU has room for" in text and "more GPUs (--gpus)" in text
     assert "To train" not in text
@@ -210,7 +208,7 @@ def test_what_fits_nowhere_is_said() -> None:
             ("take 135 GiB, activations", "but recompute and the optimizer in host memory are enough"),
             "one GPU",
         ),
-        ("--preset llama3.1-405b --gpus 8 --gpu-memory 16", ("tensor parallelism is a must",), ""),
+        ("--preset llama3.1-405b --gpus 8 --gpu-memory 16", ("tensor parallelism is required",), ""),
     ],
 )
 def test_the_decision_tree(words: str, answers: tuple[str, ...], combination: str) -> None:
@@ -231,7 +229,7 @@ def test_the_decision_tree(words: str, answers: tuple[str, ...], combination: st
     ],
 )
 def test_the_guides_sets_are_the_advice_for_their_sizes(preset: str, name: str, expected: str) -> None:
-    row = SETS[name]
+    row = SUGGESTED_BY_SIZE[name]
     assert row.tensor * row.pipeline * row.data == row.devices
     assert f"suggested sets, {name}: {expected}" in plan(f"--preset {preset} --gpus 8").advice.tables
 
@@ -269,8 +267,8 @@ def test_a_folder_needs_its_config_alone(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     report, _ = plan_layouts([str(tmp_path), "--gpus", "2"])
-    assert report.shown.shape.config.model.num_layers == 4
-    assert report.shown.shape.config.model.seq_length == 512
+    assert report.shown.sizes.config.model.num_layers == 4
+    assert report.shown.sizes.config.model.seq_length == 512
     assert "--load" in settings_words(report.layouts[0])
 
 
@@ -293,13 +291,13 @@ def test_json_has_it_all(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--gpus 8", "which model"),
-        ("--preset llama3-8b --gpu pentium", "is not known here"),
+        ("--gpus 8", "no model is given; add --preset NAME"),
+        ("--preset llama3-8b --gpu pentium", "--gpu pentium is unknown"),
         ("--preset llama3-8b --gpus eight", "--gpus must be a whole number, not 'eight'"),
         ("--preset llama3-8b --gpus 0", "--gpus 0 must be 1 or more"),
         ("--preset llama3-8b --gpu-memory 0", "--gpu-memory must be a number above 0, not '0'"),
         ("--preset llama3-8b --gpu-memory lots", "--gpu-memory must be a number"),
-        ("--preset llama3-8b --efficiency 2", "--efficiency 2.0 must be a share of the peak"),
+        ("--preset llama3-8b --efficiency 2", "--efficiency 2.0 must be above 0 and at most 1"),
         ("nowhere/at/all", "does not exist"),
     ],
 )
@@ -327,14 +325,14 @@ def test_gpus_fill_whole_machines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--preset", "llama3-8b", "--gpus", "12"]) == 2
     said = capsys.readouterr().err
     assert (
-        "12 GPUs are not a whole number of machines with 8; add --gpus-per-machine 6, or plan for 8 or 16"
+        "12 GPUs are not a multiple of 8 (--gpus-per-machine); add --gpus-per-machine 6, or use --gpus 8 or 16"
         in said
     )
     assert main(["plan", "--preset", "llama3-8b", "--gpus", "12", "--gpus-per-machine", "6"]) == 0
     assert "torchrun --nnodes 2 --nproc_per_node 6" in capsys.readouterr().out
 
 
-def test_fp8_is_not_planned_where_there_is_none() -> None:
+def test_fp8_is_refused_without_support() -> None:
     words = "--preset llama3-8b --gpus 8 --bf16 --fp8 hybrid --gpu"
     with pytest.raises(
         UserError, match=r"--fp8 hybrid needs a GPU with fp8 matmuls .* and A100 80 GB has none; leave it out"
@@ -346,7 +344,7 @@ def test_fp8_is_not_planned_where_there_is_none() -> None:
 def test_cuda_graphs_are_not_planned_on_a_cpu() -> None:
     words = f"{SMALL} --gpus 1 --cuda-graphs on --gpu"
     with pytest.raises(
-        UserError, match="--cuda-graphs on needs a GPU, and CPU process is none; leave it out"
+        UserError, match="--cuda-graphs on needs a GPU, and CPU process is not a GPU; leave it out"
     ):
         plan(f"{words} cpu")
     assert plan(f"{words} h100").shown.largest.graphs > 0

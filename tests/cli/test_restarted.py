@@ -42,7 +42,7 @@ def test_a_restart_is_one_of_the_job_that_used_the_folder(launched: object, tmp_
     )
 
 
-def test_a_folder_that_says_nothing_of_its_job_is_gone_on_with(tmp_path: Path) -> None:
+def test_folder_without_job_record_is_resumed(tmp_path: Path) -> None:
     assert current_attempt(slurm("1", 1), tmp_path).restarted
     (tmp_path / JOB_FILE).write_text("not JSON")
     assert current_attempt(slurm("1", 1), tmp_path).restarted
@@ -51,7 +51,7 @@ def test_a_folder_that_says_nothing_of_its_job_is_gone_on_with(tmp_path: Path) -
     assert current_attempt({"SLURM_RESTART_COUNT": "1"}, tmp_path).restarted, "a job without a name"
 
 
-def test_a_job_of_slurm_goes_on_also_where_torchrun_is_a_new_one(tmp_path: Path) -> None:
+def test_requeued_slurm_job_resumes_under_a_new_torchrun(tmp_path: Path) -> None:
     began(tmp_path, {**slurm("7", 0), **elastic("a", 0)})
     assert current_attempt({**slurm("7", 1), **elastic("b", 0)}, tmp_path).restarted
     assert not current_attempt({**slurm("8", 1), **elastic("b", 0)}, tmp_path).restarted

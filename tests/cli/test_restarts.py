@@ -73,7 +73,7 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_nothing_els
 
 
 @distributed(world=1, timeout=150, process_group=False)
-def test_a_traceback_is_told_once_and_those_of_the_others_are_kept(tmp_path: Path) -> None:
+def test_traceback_is_printed_once_and_those_of_other_ranks_are_kept(tmp_path: Path) -> None:
     script = broken(tmp_path, "raise LookupError('a bug')")
     folder = tmp_path / "run"
     code, _, err = finish(start_forked(script, *SMALL, "--nproc-per-node", "2", "--run-dir", str(folder)))

@@ -94,7 +94,7 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_command_that_a_rank_starts_is_none_of_its_ranks(worker: Path) -> None:
+def test_child_command_of_a_rank_is_not_a_worker(worker: Path) -> None:
     assert current_worker() == SupervisedWorker(worker, os.getppid(), 1, 1)
     clear_inherited_worker_variables()
     assert current_worker() is not None, "the rank itself stays one"
@@ -136,7 +136,7 @@ def test_the_end_of_the_work_is_recorded_and_an_error_is_not_one(
     )
     done = worker / "rank-1.done"
     assert run_guarded(lambda: 2) == 2 and not done.exists()
-    assert run_guarded(lambda: 0, is_all=False) == 0 and not done.exists(), "the program has more to do"
+    assert run_guarded(lambda: 0, ends_process=False) == 0 and not done.exists(), "the program has more to do"
     assert run_guarded(lambda: 0) == 0 and done.exists()
 
 

@@ -103,7 +103,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_demo_leaves_what_it_promises(demo: Path) -> None:
+def test_files_of_the_demo(demo: Path) -> None:
     expected = {
         "app_metrics.json",
         "config.yaml",
@@ -117,7 +117,7 @@ def test_the_demo_leaves_what_it_promises(demo: Path) -> None:
     assert expected <= {p.name for p in demo.iterdir()}
     shown = (demo / "stdout").read_text()
     assert "2 processes (2 data parallel)" in shown
-    assert "finished: loss" in shown and "what to try next" in shown and "pentatron generate" in shown
+    assert "finished: loss" in shown and "next steps:" in shown and "pentatron generate" in shown
     assert {p.suffix for p in (demo / "data").iterdir()} >= {".bin", ".idx", ".json"}
     assert [step for step, _ in losses(demo)] == list(range(1, 61))
 
@@ -162,9 +162,7 @@ def test_commands_to_copy_hold_any_folder(
     assert "export" not in capsys.readouterr().out, "it would be refused"
 
 
-def test_ctrl_c_stops_with_one_line_and_the_same_command_goes_on_to_the_same_losses(
-    demo: Path, tmp_path: Path
-) -> None:
+def test_ctrl_c_prints_one_line_and_a_resume_gives_the_same_losses(demo: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     command = ["-m", "pentatron", "train", *TINY, "--run-dir", str(folder)]
     process = start(*command)
@@ -260,11 +258,11 @@ def test_bad_input_is_one_sentence_and_exit_code_2(words: list[str], sentence: s
     ("words", "sentence"),
     [
         ("--data-path nowhere/corpus --vocab-size 50 --train-iters 2", "nowhere/corpus"),
-        ("--device cuda", "torch sees no GPU here"),
+        ("--device cuda", "torch finds no GPU"),
     ],
     ids=["data", "device"],
 )
-def test_what_only_a_worker_finds_wrong_is_one_sentence_too(
+def test_problem_found_by_a_worker_is_one_line(
     words: str,
     sentence: str,
     tmp_path: Path,
@@ -279,7 +277,7 @@ def test_what_only_a_worker_finds_wrong_is_one_sentence_too(
     assert sentence in said
 
 
-def test_a_missing_gpu_is_told_once_and_before_ranks_are_started(
+def test_missing_gpu_is_reported_once_before_ranks_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
@@ -287,7 +285,7 @@ def test_a_missing_gpu_is_told_once_and_before_ranks_are_started(
     words = ["train", "--device", "cuda", "--nproc-per-node", "4", "--run-dir", str(tmp_path / "run")]
     assert main(words) == 2
     out, err = capsys.readouterr()
-    assert err.count("torch sees no GPU here") == 1 and "starting" not in out
+    assert err.count("torch finds no GPU") == 1 and "starting" not in out
     assert not (tmp_path / "run").exists()
 
 

@@ -83,7 +83,9 @@ def test_a_wrong_layout_ends_with_code_1_and_names_the_parameter(tmp_path: Path)
         ),
     ],
 )
-def test_what_it_cannot_run_it_refuses(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_layout_that_verify_cannot_run_is_refused(
+    words: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["verify", *words.split()]) == 2
     assert capsys.readouterr().err == f"pentatron: {sentence}\n"
 

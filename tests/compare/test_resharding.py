@@ -48,7 +48,7 @@ def rectangles(fragments: object) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_rank_writes_what_was_foretold(name: str) -> None:
+def test_every_rank_writes_the_predicted_fragments(name: str) -> None:
     world, words = LAYOUTS[name]
     settings = resolved(words, world)
     written = run_distributed(written_by_a_rank, world, settings=settings)
@@ -85,7 +85,7 @@ def test_there_and_back_gives_the_same_files(trained: Checkpoint, tmp_path: Path
     assert sums(back) == sums(trained)
 
 
-def test_what_cannot_be_is_said(trained: Checkpoint, tmp_path: Path) -> None:
+def test_impossible_reshard_is_refused(trained: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--num-attention-heads 4 is not divisible by"):
         layout_for(trained, ["--tp", "3"])
     with pytest.raises(UserError, match="--lr does not change the files"):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from pentatron.cli.layout import resolve_layout
 from pentatron.compare.trial import Gap, Trajectory, run_trial
 from pentatron.compare.verify import (
-    Verdict,
+    LayoutVerdict,
     compare_trajectories,
     read_settings,
     run_reference,
@@ -36,7 +36,7 @@ def on_a_rank(words: str, bug: str) -> Trajectory:
     return run_trial(config, here(config))
 
 
-def verdict(words: str, bug: str = "") -> Verdict:
+def verdict(words: str, bug: str = "") -> LayoutVerdict:
     config = twin(words)
     ranks = run_distributed(on_a_rank, config.grid.world_size, timeout=120.0, words=words, bug=bug)
     return compare_trajectories(ranks, run_reference(config))
@@ -90,10 +90,10 @@ def test_the_first_is_first_in_the_order_of_computation() -> None:
         Gap("gradients 1 of b", 2.0, "b", "gradients 1"),
         Gap("gradients 1 of c", 0.1, "c", "gradients 1"),
     ]
-    found = Verdict(judged).first
+    found = LayoutVerdict(judged).first
     assert found is not None and found.what == "gradients 1 of a"
     judged[0] = Gap("loss on rank 0, step 1", math.nan)
-    assert Verdict(judged).first == judged[0], "what is no number differs"
+    assert LayoutVerdict(judged).first == judged[0], "what is no number differs"
 
 
 # --- the twin ---
@@ -138,7 +138,7 @@ def test_windows_and_stretched_positions_act_in_the_twin() -> None:
         ("--num-layers 40 --recompute-granularity full --recompute-num-layers 3", [4]),
     ],
 )
-def test_layers_are_what_the_layout_needs(words: str, layers: list[int]) -> None:
+def test_layers_of_the_compared_model(words: str, layers: list[int]) -> None:
     assert sorted(len(part.layers) for part in twin(words).stages) == sorted(layers)
 
 
@@ -159,14 +159,14 @@ def test_settings_survive_the_way_to_the_ranks(tmp_path: Path) -> None:
     assert read_settings(tmp_path) == config
 
 
-def test_what_cannot_be_compared_is_left_out_and_said() -> None:
+def test_settings_left_out_of_the_comparison_are_reported() -> None:
     words = "--bf16 --fp8 e4m3 --attention-dropout 0.1 --compile on --cuda-graphs on"
     config = twin(words)
     assert config.kernels.compile == config.kernels.cuda_graphs == "off"
     assert not config.precision.bf16 and config.precision.fp8_format is None
     assert config.model.attention_dropout == 0
     notes = uncompared_settings(resolve_layout(words.split()).config)
-    said = [re.split(" (?:is|are) left out", note)[0] for note in notes]
+    said = [re.split(" (?:is|are) not compared", note)[0] for note in notes]
     assert said == ["bf16", "fp8", "attention dropout", "the compiler", "CUDA graphs"]
     assert uncompared_settings(resolve_layout([]).config) == []
     assert uncompared_settings(resolve_layout(["--device", "cuda"]).config) == [

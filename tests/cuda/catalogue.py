@@ -10,8 +10,8 @@ from pentatron.compare.verify import single_process_config, small_twin
 from pentatron.settings.entry_points import LAYOUT
 from pentatron.settings.presets import presets
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.run_config import RunConfig, table
-from pentatron.settings.settings import Facts
+from pentatron.settings.run_config import RunConfig, all_settings
+from pentatron.settings.settings import ProcessFacts
 from tests.cuda import families, spread, trials, whole_runs
 from tests.cuda.trials import Found, Rows
 from tests.hf.families import CASES as OF_TRANSFORMERS
@@ -28,10 +28,10 @@ _SWITCHES = {
     "bias_swiglu_fusion": "--no-bias-swiglu-fusion",
 }
 # Eager layers without optimizations: the reference of all faster variants.
-EAGER = " ".join(flag for setting, flag in _SWITCHES.items() if setting in table())
+EAGER = " ".join(flag for setting, flag in _SWITCHES.items() if setting in all_settings())
 # The defaults on a GPU, and the defaults without compiling, which would be repeated for every layout.
 FAST = ""
-UNCOMPILED = "--compile off" if "compile" in table() else ""
+UNCOMPILED = "--compile off" if "compile" in all_settings() else ""
 
 KINDS = FAMILIES | MIXTURES
 TINY = {
@@ -182,7 +182,7 @@ def _twin(preset: str) -> RunConfig:
     words = f"--preset {preset} --tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 {EAGER}"
     words += " --micro-batch-size 2 --global-batch-size 8"
     return single_process_config(
-        small_twin(resolve(gather(words.split(), LAYOUT), Facts(1), built_only=False).config)
+        small_twin(resolve(gather(words.split(), LAYOUT), ProcessFacts(1), refuse_unimplemented=False).config)
     )
 
 

@@ -30,4 +30,4 @@ def train(words: str, device: str, compiled_into: str) -> None:
     # The device has its index, as in a run of the command.
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
     world = create_groups(chosen.config.grid, dist.get_rank(), dist.get_rank(), place)
-    run_training(chosen, world if world.everyone.size > 1 else single_process(place), True)
+    run_training(chosen, world if world.all_ranks.size > 1 else single_process(place), True)

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from pentatron.compare.trial import GRADIENTS, Trajectory, gaps, gather_tensors
+from pentatron.compare.trial import GRADIENT_TOLERANCES, Trajectory, gaps, gather_tensors
 from tests.cuda import on_ranks
 from tests.cuda.trials import Found, Rows
 from tests.harness import GLOO, NCCL, run_distributed
@@ -118,7 +118,7 @@ def objectives(layout: str, device: str) -> Rows:
         gap = user_losses.distance(
             gather_tensors([trajectory for trajectory, _, _ in seen], "gradients 1"), gradients
         )
-        rows[f"{case[0]} ({case[1]}), {layout}"] = Found(gap / GRADIENTS[1])
+        rows[f"{case[0]} ({case[1]}), {layout}"] = Found(gap / GRADIENT_TOLERANCES[1])
     return rows
 
 

@@ -80,7 +80,7 @@ def test_a_case_is_asked_again_only_if_tokens_went_elsewhere(monkeypatch: pytest
     )
 
 
-def test_what_pytest_said_is_told_in_a_line() -> None:
+def test_pytest_output_is_summarised_in_a_line() -> None:
     printed = """
 E       AssertionError: 3 is no 4
 === short test summary info ===
@@ -122,7 +122,7 @@ def test_resuming_is_blamed_only_if_the_run_can_be_repeated() -> None:
         ("xyz", "", "yi", "--only 'xyz': no check is called so"),
     ],
 )
-def test_what_is_called_otherwise_is_listed_with_the_nearest_at_the_end(
+def test_unknown_check_name_lists_all_and_suggests_the_nearest(
     only: str, table: str, listed: str, said: str
 ) -> None:
     *names, last = nothing_called(only, table).splitlines()

@@ -41,7 +41,7 @@ RESUMED = {
     "two processes, pipeline, bf16": (2, f"{_REPEATABLE} --pp_size 2 --pipeline-schedule zero-bubble --bf16"),
 }
 # These tests skip themselves without a GPU.
-OWN_TESTS = "nn/test_dropout.py optim/test_offload.py parallel/test_executor.py parallel/test_reduction.py parallel/test_messages.py checkpoint/test_background.py nn/test_loss.py nn/test_experts_on_device.py train/test_ahead.py train/test_graphs.py ops"
+OWN_TESTS = "nn/test_dropout.py optim/test_offload.py parallel/test_executor.py parallel/test_reduction.py parallel/test_messages.py checkpoint/test_background.py nn/test_loss.py nn/test_experts_on_device.py train/test_prefetch.py train/test_cuda_graphs.py ops"
 
 
 def _state(folder: Path, ranks: int, words: str, device: str, cache: Path) -> StateDigest:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pentatron.data.gpt_dataset import GPTDataset, require_share, split_documents
 from pentatron.data.indexed import IndexedDataset
-from pentatron.data.sampling import SPLIT_NAMES, Boundaries
+from pentatron.data.sample_index import SPLIT_NAMES, Boundaries
 
 
 def open_splits(

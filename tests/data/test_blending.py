@@ -98,7 +98,7 @@ def test_a_blend_gives_each_dataset_its_share() -> None:
     assert [blend[i]["tokens"].tolist() for i in range(40) if blend.order[i] == 0] == tokens(alone, 30)
 
 
-def test_a_dataset_that_is_asked_for_too_much_goes_on_with_another_epoch() -> None:
+def test_dataset_drawn_beyond_its_share_starts_another_epoch() -> None:
     """With extreme weights the order may draw one sample more than the share of a dataset."""
     blend = build_blend([member(9), member(9)], [1, 1], [1], SampleRecipe(8, 1, surplus=0.0))
     assert len(blend) == 2

@@ -11,7 +11,7 @@ import torch
 
 from pentatron.data.gpt_dataset import next_token_sample
 from pentatron.data.loader import Batch, build_loader, collate
-from pentatron.data.sampling import DOCUMENT_STARTS, Boundaries
+from pentatron.data.sample_index import DOCUMENT_STARTS, Boundaries
 
 EOD = 9
 TOKENS = np.array([1, EOD, EOD, 4, 5, 6, EOD, 8, EOD])

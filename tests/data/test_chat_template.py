@@ -46,7 +46,7 @@ def learned(tokenizer: Any, source: str, messages: list[dict[str, Any]]) -> list
     """Returns the texts of consecutive learned tokens in every sample."""
     found = []
     for sample in encode(ConversationEncoder(tokenizer, template(source)), chat(messages)):
-        edges = np.flatnonzero(np.diff(sample.learned, prepend=False, append=False))
+        edges = np.flatnonzero(np.diff(sample.in_loss, prepend=False, append=False))
         found += [tokenizer.decode(sample.ids[a:b]) for a, b in edges.reshape(-1, 2)]
     return found
 
@@ -80,7 +80,7 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, style: str) -> None:
         expected = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=marks)
         assert sample.ids == expected["input_ids"]
         if marks:
-            assert sample.learned.astype(int).tolist() == expected["assistant_masks"]
+            assert sample.in_loss.astype(int).tolist() == expected["assistant_masks"]
 
 
 def test_answers_are_learned_and_nothing_else(tokenizer: FileTokenizer) -> None:
@@ -108,7 +108,7 @@ def test_a_template_that_rewrites_the_past(tokenizer: FileTokenizer) -> None:
     for place, sample in zip((1, 3), samples):
         asked = template(THINKING).render(TALK[:place], answer_follows=True).text
         assert tokenizer.decode(sample.ids).startswith(asked)
-        assert sample.learned.sum() == len(sample.ids) - len(tokenizer.encode(asked))
+        assert sample.in_loss.sum() == len(sample.ids) - len(tokenizer.encode(asked))
     assert len(encode(ConversationEncoder(tokenizer, template(THINKING)), chat(TALK[:2]))) == 1
     unstable = "{{ messages | length }}" + CHATML
     with pytest.raises(UserError, match="cannot be cut into question and answer"):
@@ -128,11 +128,11 @@ def test_places_of_tokens_without_a_library() -> None:
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "reaches for"),
-        ("{{ messages.append(1) }}", "reaches for"),
-        ("{{ raise_exception.__globals__.json }}", "reaches for"),
-        ("{{ cycler.__init__.__globals__.os.system('true') }}", "reaches for"),
-        ("{% for i in range(10 ** 12) %}x{% endfor %}", "fails|reaches"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "accesses a forbidden"),
+        ("{{ messages.append(1) }}", "accesses a forbidden"),
+        ("{{ raise_exception.__globals__.json }}", "accesses a forbidden"),
+        ("{{ cycler.__init__.__globals__.os.system('true') }}", "accesses a forbidden"),
+        ("{% for i in range(10 ** 12) %}x{% endfor %}", "fails|accesses"),
         ("{{ 'x' * 10 ** 12 }}", "repeated"),
         ("{{ 10 ** 10000 }}", "a power of"),
         (
@@ -190,7 +190,7 @@ def test_marks_do_not_come_from_the_text() -> None:
         ('{"messages": []}', "at least one message"),
         ('{"messages": [{"content": "a"}]}', "no role in message 1"),
         ('{"messages": [{"role": "user"}]}', "no content in message 1"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "no answer to learn from"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', "no answer to train on"),
         ('{"messages": [{"role": "assistant", "content": "a", "weight": 2}]}', "weight 2"),
         ('{"input": 1, "output": "a"}', "has no text as input"),
         ('{"output": "a"}', "has no text as input"),
@@ -198,7 +198,7 @@ def test_marks_do_not_come_from_the_text() -> None:
         ('{"prompt": "a", "completion": ["b"]}', "not both texts"),
     ],
 )
-def test_what_is_no_conversation(line: str, reason: str) -> None:
+def test_invalid_conversation_is_refused(line: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         parse_conversation(line)
 
@@ -208,11 +208,11 @@ def test_the_three_layouts_are_one_conversation() -> None:
     pair = {"input": TALK[0]["content"], "output": TALK[1]["content"]}
     assert parse_conversation(json.dumps(pair)) == messages
     lists = {"prompt": TALK[:3], "completion": TALK[3:]}
-    assert parse_conversation(json.dumps(lists)).learned == (3,)
+    assert parse_conversation(json.dumps(lists)).in_loss == (3,)
     with_system = parse_conversation(json.dumps({**pair, "system": "be brief"}))
     assert [m["role"] for m in with_system.messages] == ["system", "user", "assistant"]
     # Prompt and completion are concatenated without a template and followed by the end token.
     plain = parse_conversation('{"prompt": "1 + 1 =", "completion": " 2"}')
     (sample,) = encode(ConversationEncoder(ByteTokenizer(), template(CHATML)), plain)
     assert bytes(sample.ids[:-1]) == b"1 + 1 = 2" and sample.ids[-1] == ByteTokenizer.eod
-    assert sample.learned.tolist() == [False] * 7 + [True] * 3
+    assert sample.in_loss.tolist() == [False] * 7 + [True] * 3

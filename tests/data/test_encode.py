@@ -19,8 +19,8 @@ UNICODE = "naïve 漢字 🙂\u2028\x85 \x00 end"
 
 
 def encoder(*keys: str, eod: bool = True, sentences: bool = False) -> Encoder:
-    recipe = EncodingSettings(TokenizerSettings("ByteTokenizer"), keys or ("text",), eod, sentences)
-    return Encoder(recipe, ByteTokenizer())
+    settings = EncodingSettings(TokenizerSettings("ByteTokenizer"), keys or ("text",), eod, sentences)
+    return Encoder(settings, ByteTokenizer())
 
 
 def encoded(lines: list[object], made: Encoder | None = None) -> EncodedChunk:
@@ -76,16 +76,16 @@ def test_every_key_has_its_documents() -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{broken\n", "is no JSON object (Expecting property name"),
-        ("[1]\n", "is no JSON object but a list"),
-        ("3\n", "is no JSON object but a number"),
+        ("{broken\n", "is not a JSON object (Expecting property name"),
+        ("[1]\n", "is not a JSON object but a list"),
+        ("3\n", "is not a JSON object but a number"),
         ('{"title": "x"}\n', "has no key 'text' (it has 'title')"),
         ("{}\n", "has no key 'text' (it has nothing)"),
         ('{"text": null}\n', "has null under 'text' instead of a text"),
         ('{"text": {"a": 1}}\n', "has an object under 'text'"),
         ('{"text": ["a", 1]}\n', "has a list under 'text'"),
-        ('{"text": "\\ud800"}\n', "holds half a surrogate pair"),
-        ('{"text": "\ud800"}\n', "is no JSON object ('utf-8' codec"),
+        ('{"text": "\\ud800"}\n', "contains half a surrogate pair"),
+        ('{"text": "\ud800"}\n', "is not a JSON object ('utf-8' codec"),
         ("[" * 200_000 + "\n", "is nested too deeply"),
     ],
 )
@@ -103,14 +103,14 @@ def test_all_bad_lines_are_counted_and_the_first_described() -> None:
     assert len(documents(chunk)) == 10
 
 
-def test_what_the_tokenizer_refuses_is_a_bad_line() -> None:
-    recipe = EncodingSettings(TokenizerSettings("NullTokenizer", vocab_size=10), ("text",), True, False)
-    chunk = encoded([{"text": "1 2"}, {"text": "3 x"}], Encoder(recipe, NullTokenizer(10)))
+def test_text_refused_by_the_tokenizer_is_a_bad_line() -> None:
+    settings = EncodingSettings(TokenizerSettings("NullTokenizer", vocab_size=10), ("text",), True, False)
+    chunk = encoded([{"text": "1 2"}, {"text": "3 x"}], Encoder(settings, NullTokenizer(10)))
     assert documents(chunk) == [[[1, 2, 10]]]
     assert chunk.bad[0][0] == 2 and "NullTokenizer reads numbers below 11, found 'x'" in chunk.bad[0][1]
 
 
-def test_what_a_tokenizer_chokes_on_is_a_bad_line() -> None:
+def test_unexpected_tokenizer_error_is_a_bad_line() -> None:
     """Libraries raise errors of any type; the line must be reported instead of killing the worker."""
 
     class Choking(NullTokenizer):
@@ -119,8 +119,8 @@ def test_what_a_tokenizer_chokes_on_is_a_bad_line() -> None:
                 raise Exception("no merge for\nthis")
             return super().encode(text)
 
-    recipe = EncodingSettings(TokenizerSettings("NullTokenizer", vocab_size=10), ("text",), False, False)
-    chunk = encoded([{"text": "1 2"}, {"text": "7"}], Encoder(recipe, Choking(10)))
+    settings = EncodingSettings(TokenizerSettings("NullTokenizer", vocab_size=10), ("text",), False, False)
+    chunk = encoded([{"text": "1 2"}, {"text": "7"}], Encoder(settings, Choking(10)))
     assert documents(chunk) == [[[1, 2]]]
     assert chunk.bad == [(2, "cannot be encoded by the tokenizer (no merge for this)")]
 
@@ -225,5 +225,5 @@ def test_inputs_are_found_once_and_in_order(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             expand_inputs([str(pattern) for pattern in patterns])
-    with pytest.raises(ValueError, match=r"what x\.parquet holds is not clear"):
+    with pytest.raises(ValueError, match=r"the format of x\.parquet is not clear"):
         is_json_lines(Path("x.parquet"))

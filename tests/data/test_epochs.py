@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pentatron.data.loader import EpochShuffle
-from pentatron.data.sampling import Sample
+from pentatron.data.sample_index import Sample
 from pentatron.errors import UserError
 
 

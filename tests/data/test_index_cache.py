@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pentatron.data.gpt_dataset import CountingSequences, GPTDataset
-from pentatron.data.sampling import Arrays, DamagedIndexCache, IndexCache, read_arrays, write_arrays
+from pentatron.data.sample_index import Arrays, DamagedIndexCache, IndexCache, read_arrays, write_arrays
 
 ARRAYS: Arrays = {"a": np.arange(1000, dtype=np.int32), "b": np.ones((3, 2)), "none": np.empty(0, np.uint32)}
 
@@ -68,7 +68,7 @@ def test_every_damage_is_noticed_and_mended(tmp_path: Path) -> None:
         read_arrays(path, verify=True)
 
 
-def test_a_folder_that_cannot_be_written_is_told_and_done_without(tmp_path: Path) -> None:
+def test_unwritable_cache_folder_is_reported_and_not_used(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     builder = Builder()
     assert same(builder.get(tmp_path / "file" / "folder"))

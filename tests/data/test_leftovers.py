@@ -38,7 +38,7 @@ def temporary_files(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.endswith(".tmp")]
 
 
-def test_the_next_start_removes_what_a_killed_one_left(pair: Path, tmp_path: Path) -> None:
+def test_next_start_removes_leftovers(pair: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     leave(folder, *(f"pair.{part}" for part in ALL_PARTS))
     (folder / "other.bin.4194304.tmp").touch()

@@ -10,7 +10,7 @@ import torch
 from pentatron.data.gpt_dataset import SyntheticDataset
 from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.data.loader import Batch, EpochShuffle, MicroBatchSampler, build_loader
-from pentatron.data.sampling import Sample
+from pentatron.data.sample_index import Sample
 from tests.data.splits import open_splits
 
 
@@ -55,7 +55,7 @@ def test_a_step_holds_the_same_samples_in_every_layout(micro: int, ranks: int) -
 
 
 @pytest.mark.parametrize(("micro", "ranks"), LAYOUTS)
-def test_resuming_in_another_layout_goes_on_where_the_old_one_stopped(micro: int, ranks: int) -> None:
+def test_resume_in_another_layout_reads_every_sample_once(micro: int, ranks: int) -> None:
     """Two steps of 12 on 3 ranks, then steps of 24 elsewhere: every sample is read exactly once."""
     before = step_samples(0, 0, 12, 4, 3) + step_samples(1, 0, 12, 4, 3)
     after = step_samples(0, len(before), 24, micro, ranks)

@@ -15,7 +15,7 @@ from pentatron.data.blending import BlendedDataset, BlendMember, SampleRecipe, b
 from pentatron.data.gpt_dataset import GPTDataset, mock_sequences, split_documents
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.indexed_writer import IndexedDatasetWriter
-from pentatron.data.sampling import parse_split, split_ranges
+from pentatron.data.sample_index import parse_split, split_ranges
 
 with warnings.catch_warnings():
     # megatron-core warns on import about missing kernels.

@@ -18,7 +18,7 @@ from pentatron.data.encode import EncodingSettings
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.indexed_writer import PairInProgress
 from pentatron.data.inspect import verify
-from pentatron.data.prepare import Counts, Outcome, PrepareJob, prepare
+from pentatron.data.prepare import Counts, PrepareJob, PrepareOutcome, prepare
 from pentatron.data.tokenizer import TokenizerSettings, train_bpe
 
 CHUNK = 4000
@@ -43,8 +43,8 @@ def job(
 ) -> PrepareJob:
     choice = TokenizerSettings("HFTokenizer", str(source))
     inputs = (source / "a.jsonl", source / "b.jsonl")
-    recipe = EncodingSettings(choice, keys, append_eod=True, sentences=False)
-    return PrepareJob(inputs, out / "out", recipe, workers, chunk_bytes=CHUNK, **more)  # type: ignore[arg-type]
+    settings = EncodingSettings(choice, keys, append_eod=True, sentences=False)
+    return PrepareJob(inputs, out / "out", settings, workers, chunk_bytes=CHUNK, **more)  # type: ignore[arg-type]
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -52,7 +52,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def clean(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], Outcome]:
+def clean(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], PrepareOutcome]:
     """Returns the output of one worker without interruption."""
     folder = tmp_path_factory.mktemp("clean")
     outcome = prepare(job(source, folder, 1, ("text", "title")))
@@ -60,7 +60,7 @@ def clean(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[
 
 
 def test_the_result_is_the_text(
-    source: Path, tmp_path: Path, clean: tuple[dict[str, bytes], Outcome]
+    source: Path, tmp_path: Path, clean: tuple[dict[str, bytes], PrepareOutcome]
 ) -> None:
     files, outcome = clean
     names = [f"out_{key}_document.{ending}" for key in ("text", "title") for ending in ("bin", "idx", "meta")]
@@ -89,13 +89,13 @@ def test_the_result_is_the_text(
     assert outcome.counts.tokens == len(text.tokens) + len(title.tokens)
     for dataset in (text, title):
         verify(dataset.prefix)
-        assert dataset.facts is not None and dataset.facts.tokenizer is not None
-        assert dataset.facts.tokenizer.vocab_size == 300
+        assert dataset.metadata is not None and dataset.metadata.tokenizer is not None
+        assert dataset.metadata.tokenizer.vocab_size == 300
 
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_the_same_bytes_for_any_number_of_workers(
-    source: Path, tmp_path: Path, clean: tuple[dict[str, bytes], Outcome], workers: int
+    source: Path, tmp_path: Path, clean: tuple[dict[str, bytes], PrepareOutcome], workers: int
 ) -> None:
     seen: list[int] = []
     prepare(job(source, tmp_path, workers, ("text", "title")), lambda counts, total: seen.append(counts.read))
@@ -132,7 +132,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("when", ["encoding", "renaming"])
 def test_killed_and_resumed(
-    source: Path, tmp_path: Path, clean: tuple[dict[str, bytes], Outcome], when: str
+    source: Path, tmp_path: Path, clean: tuple[dict[str, bytes], PrepareOutcome], when: str
 ) -> None:
     script, out = tmp_path / "killed.py", tmp_path / "out"
     script.write_text(KILLED)
@@ -164,7 +164,7 @@ def test_killed_and_resumed(
 def test_ctrl_c_in_the_midst_of_a_chunk(
     source: Path,
     tmp_path: Path,
-    clean: tuple[dict[str, bytes], Outcome],
+    clean: tuple[dict[str, bytes], PrepareOutcome],
     monkeypatch: pytest.MonkeyPatch,
     before: bool,
 ) -> None:
@@ -202,10 +202,10 @@ def test_a_bad_line_stops_or_is_left_out(tmp_path: Path) -> None:
     lines = ['{"text": "good"}'] * 800 + ['{"text": 3}'] + ['{"text": "good"}'] * 9 + ["{"]
     (tmp_path / "x.jsonl").write_text("\n".join(lines))
     (tmp_path / "out").mkdir()
-    recipe = EncodingSettings(TokenizerSettings("ByteTokenizer"), ("text",), True, False)
+    settings = EncodingSettings(TokenizerSettings("ByteTokenizer"), ("text",), True, False)
 
-    def run(skip: bool) -> Outcome:
-        given = ((tmp_path / "x.jsonl",), tmp_path / "out" / "o", recipe, 1)
+    def run(skip: bool) -> PrepareOutcome:
+        given = ((tmp_path / "x.jsonl",), tmp_path / "out" / "o", settings, 1)
         return prepare(PrepareJob(*given, skip_bad_lines=skip, chunk_bytes=CHUNK))
 
     with pytest.raises(ValueError, match=r"x\.jsonl line 801 has a number under 'text' .*--skip-bad-lines"):
@@ -230,13 +230,13 @@ def test_a_bad_line_stops_or_is_left_out(tmp_path: Path) -> None:
 def test_no_more_workers_than_there_is_work(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "a"}\n' * 9)
-    recipe = EncodingSettings(TokenizerSettings("ByteTokenizer"), ("text",), True, False)
+    settings = EncodingSettings(TokenizerSettings("ByteTokenizer"), ("text",), True, False)
     started: list[int] = []
 
     def report(counts: Counts, total: int) -> None:
         started.append(len(multiprocessing.active_children()))
 
-    prepare(PrepareJob((path,), tmp_path / "out", recipe, workers=32), report)
+    prepare(PrepareJob((path,), tmp_path / "out", settings, workers=32), report)
     assert max(started) == 1
 
 
@@ -261,19 +261,19 @@ def test_an_input_that_changes_is_noticed(tmp_path: Path) -> None:
         with path.open("a") as file:
             file.write("\n")
 
-    recipe = EncodingSettings(TokenizerSettings("ByteTokenizer"), ("text",), True, False)
+    settings = EncodingSettings(TokenizerSettings("ByteTokenizer"), ("text",), True, False)
     with pytest.raises(ValueError, match="changed while it was read"):
-        prepare(PrepareJob((path,), tmp_path / "o", recipe, 1, chunk_bytes=CHUNK), report)
+        prepare(PrepareJob((path,), tmp_path / "o", settings, 1, chunk_bytes=CHUNK), report)
     assert [found.name for found in tmp_path.iterdir()] == ["x.jsonl"]
 
 
 def test_notes_of_another_job_or_damaged_ones_are_not_used(tmp_path: Path) -> None:
-    path, recipe = (
+    path, settings = (
         tmp_path / "x.jsonl",
         EncodingSettings(TokenizerSettings("ByteTokenizer"), ("text",), True, False),
     )
     path.write_text('{"text": "a"}\n' * 900 + "{")
-    given = PrepareJob((path,), tmp_path / "o", recipe, 1, chunk_bytes=CHUNK)
+    given = PrepareJob((path,), tmp_path / "o", settings, 1, chunk_bytes=CHUNK)
     notes, said = tmp_path / ".o.preparing" / "progress.json", list[str]()
     with pytest.raises(ValueError, match="line 901"):
         prepare(given)
@@ -287,13 +287,13 @@ def test_notes_of_another_job_or_damaged_ones_are_not_used(tmp_path: Path) -> No
     assert IndexedDataset(tmp_path / "o_text_document").get(299).tolist() == [98, 256]
 
 
-def test_what_does_not_fit_together_is_refused(tmp_path: Path, source: Path) -> None:
+def test_contradictory_settings_are_refused(tmp_path: Path, source: Path) -> None:
     text = tmp_path / "x.txt"
     text.write_text("hello")
     choice = TokenizerSettings("ByteTokenizer")
     for keys, sentences, message in (
         (("a", "b"), False, "plain text, which has no keys"),
-        (("a", "a"), False, "names a key twice"),
+        (("a", "a"), False, "has a key twice"),
         (("a/b",), False, "cannot be part of a file's name"),
         (("a",), True, "--split-sentences needs lists of sentences"),
     ):

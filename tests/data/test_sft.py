@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from pentatron.checkpoint.state import TrainState
 from pentatron.compare.trial import perturb_norms_and_biases
-from pentatron.data.datasets import Datasets, OpenedData, OrderSizes, build_datasets, open_data
 from pentatron.data.loader import build_loader, collate
-from pentatron.data.sampling import DOCUMENT_STARTS, IndexCache
+from pentatron.data.open_data import Datasets, OpenedData, OrderSizes, build_datasets, open_data
+from pentatron.data.sample_index import DOCUMENT_STARTS, IndexCache
 from pentatron.data.sft import pack
 from pentatron.data.tokenizer import ByteTokenizer
 from pentatron.errors import AgreedError, ConfigError, UserError
@@ -24,7 +24,7 @@ from pentatron.parallel.collectives import run_on_all_ranks
 from pentatron.parallel.world import create_groups, single_process
 from pentatron.settings.entry_points import TRAIN
 from pentatron.settings.resolve import Resolved, gather, resolve
-from pentatron.settings.settings import Facts
+from pentatron.settings.settings import ProcessFacts
 from pentatron.train.model import build_parallel_model
 from tests.data.chats import CHATML, tokenizer_folder
 from tests.harness import distributed
@@ -67,7 +67,7 @@ def resolved(path: Path, *words: str, length: int = LENGTH) -> Resolved:
         "--eval-iters",
         "0",
     ]
-    return resolve(gather([*MODEL, *data, *tokenizer, *words], TRAIN), Facts(1))
+    return resolve(gather([*MODEL, *data, *tokenizer, *words], TRAIN), ProcessFacts(1))
 
 
 def opened(
@@ -136,7 +136,7 @@ def test_every_conversation_is_packed_once_with_its_own_positions(tmp_path: Path
     assert f"30 conversations packed into {len(rows.dataset)} sequences" in line and f"{filled:.0f}%" in line
 
 
-def test_the_order_does_not_depend_on_ranks_and_goes_on(tmp_path: Path) -> None:
+def test_order_is_independent_of_ranks_and_survives_a_resume(tmp_path: Path) -> None:
     path = write(tmp_path / "chats.jsonl", lines(7))
     rows: Any = build(path, tmp_path / "data").train
 
@@ -154,7 +154,7 @@ def test_the_order_does_not_depend_on_ranks_and_goes_on(tmp_path: Path) -> None:
     assert [other[i]["tokens"].tolist() for i in range(7)] != whole[:7]
 
 
-def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
+def test_too_long_conversations_are_reported(tmp_path: Path) -> None:
     long = [{"input": "q" * 60, "output": "lost"}, {"input": "q" * 40, "output": "cut" * 9}]
     path = write(tmp_path / "chats.jsonl", [*lines(3), *long])
     said = Said()
@@ -213,7 +213,7 @@ def test_several_files_are_one_set(tmp_path: Path) -> None:
 
 
 @distributed(world=2)
-def test_what_one_machine_lacks_is_one_sentence_on_both(tmp_path: Path) -> None:
+def test_tokenizer_missing_on_one_machine_is_an_error_on_all(tmp_path: Path) -> None:
     """An error on one rank is raised on all before any of them waits for the tokens."""
     rank = dist.get_rank()
     path = tmp_path / f"{rank}.jsonl"
@@ -222,7 +222,7 @@ def test_what_one_machine_lacks_is_one_sentence_on_both(tmp_path: Path) -> None:
     config = resolved(path, "--tokenizer-model", str(folder), "--vocab-size", "2000").config
     world = create_groups(Grid(data=2), rank, rank, CPU)
     with pytest.raises(AgreedError, match="Tokenizer not found"):
-        run_on_all_ranks(lambda: open_data(config, world, tmp_path, Said()), world.everyone)
+        run_on_all_ranks(lambda: open_data(config, world, tmp_path, Said()), world.all_ranks)
 
 
 def test_shares_to_validate_and_test_with(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_shares_to_validate_and_test_with(tmp_path: Path) -> None:
         assert texts(part) == texts(build(alone, tmp_path).train)
     said = Said()
     without = opened(path, tmp_path, "--split", "9,1,0.001", "--eval-iters", "1", said=said)
-    assert without.untested == "--split 9,1,0.001 leaves none of 30 conversations to test with"
+    assert without.no_test == "--split 9,1,0.001 leaves none of 30 conversations to test with"
     assert not any("to test with" in line for line in said.lines)
 
 
@@ -249,7 +249,7 @@ def test_mistakes_name_their_line(tmp_path: Path) -> None:
         build(path, tmp_path / "data")
     assert not list((tmp_path / "data").glob("sft-*"))
     write(path, [{"input": "a", "output": "b"}, {"input": "\ud800", "output": "b"}])
-    with pytest.raises(UserError, match=r"line 2 of .*chats.jsonl holds half a surrogate pair"):
+    with pytest.raises(UserError, match=r"line 2 of .*chats.jsonl contains half a surrogate pair"):
         build(path, tmp_path / "data")
     folder = tokenizer_folder(tmp_path / "model", "{{ raise_exception('never') }}")
     with pytest.raises(
@@ -296,11 +296,11 @@ def test_templates_of_folder_and_file_are_different_data(tmp_path: Path) -> None
 def test_flags_act_or_say_why_not(tmp_path: Path) -> None:
     path = write(tmp_path / "chats.jsonl", lines(3))
     notices = "\n".join(resolved(path, "--reset-attention-mask", "--chat-template", "x").notices)
-    assert "--reset-attention-mask: with --sft every conversation is a document" in notices
+    assert "--reset-attention-mask: with --sft every conversation is one document" in notices
     assert "--chat-template x: texts are concatenated without a template" in notices
     without = [*MODEL, "--seq-length", "8", "--vocab-size", "9", "--mock-data", "--sft-packing"]
     assert "--sft-packing: there are no conversations" in "\n".join(
-        resolve(gather(without, TRAIN), Facts(1)).notices
+        resolve(gather(without, TRAIN), ProcessFacts(1)).notices
     )
     for words, reason in (
         (["--data-path", "a.jsonl"], "--data-path a.jsonl is text"),
@@ -313,7 +313,9 @@ def test_flags_act_or_say_why_not(tmp_path: Path) -> None:
         (["--sft-date", "today"], "is not a date"),
     ):
         with pytest.raises(ConfigError, match=reason):
-            resolve(gather([*MODEL, "--seq-length", "8", "--vocab-size", "9", *words], TRAIN), Facts(1))
+            resolve(
+                gather([*MODEL, "--seq-length", "8", "--vocab-size", "9", *words], TRAIN), ProcessFacts(1)
+            )
 
 
 def test_packing_wastes_little() -> None:

@@ -197,9 +197,9 @@ def test_merging_appends_documents(prefix: Path, tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "y", "uint16", TOKENIZER) as writer:
         writer.add_document([])
         writer.add_document([7, 8, 9], [1, 2])
-    facts = merge([tmp_path / "y", prefix, tmp_path / "y"], tmp_path / "z")
+    metadata = merge([tmp_path / "y", prefix, tmp_path / "y"], tmp_path / "z")
     merged, first = IndexedDataset(tmp_path / "z"), IndexedDataset(prefix)
-    assert facts == merged.facts and facts.tokenizer == TOKENIZER
+    assert metadata == merged.metadata and metadata.tokenizer == TOKENIZER
     assert merged.document_indices.tolist() == [0, 0, 2, 3, 4, 5, 6, 7, 8, 8, 10]
     assert [merged.get(at).tolist() for at in (0, 1, 7, 8, 9)] == [[7], [8, 9], [1, 2, 3], [7], [8, 9]]
     assert np.array_equal(merged.get(4), first.get(2))
@@ -208,7 +208,7 @@ def test_merging_appends_documents(prefix: Path, tmp_path: Path) -> None:
         merge([prefix], tmp_path / "z")
 
 
-def test_what_does_not_fit_is_not_merged(prefix: Path, tmp_path: Path) -> None:
+def test_mismatched_or_damaged_pairs_are_not_merged(prefix: Path, tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "wide", "int32") as writer:
         writer.add_document([1])
     with pytest.raises(ValueError, match=r"holds uint16 and .*wide holds int32"):
@@ -229,12 +229,12 @@ def test_what_does_not_fit_is_not_merged(prefix: Path, tmp_path: Path) -> None:
 def test_sealing_is_atomic_and_complete(prefix: Path) -> None:
     written = read_sidecar(prefix)
     assert written is not None
-    facts = seal(prefix)
+    metadata = seal(prefix)
     sealed = read_sidecar(prefix)
-    assert sealed is not None and sealed.facts == facts
+    assert sealed is not None and sealed.metadata == metadata
     assert np.array_equal(written.bin_sums, sealed.bin_sums)
     assert np.array_equal(written.idx_sums, sealed.idx_sums)
-    assert facts.largest_token == written.facts.largest_token
+    assert metadata.largest_token == written.metadata.largest_token
 
 
 def test_hundreds_of_damaged_pairs(tmp_path: Path) -> None:

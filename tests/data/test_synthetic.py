@@ -69,7 +69,7 @@ def test_tiny_vocabularies(vocab_size: int) -> None:
     assert best_loss(dataset) >= 0
 
 
-def test_refuses_what_cannot_be() -> None:
+def test_invalid_size_or_index_is_refused() -> None:
     with pytest.raises(ValueError, match="positive sizes, found 0 samples"):
         SyntheticDataset(0, 10, 10, seed=0)
     with pytest.raises(IndexError, match="sample 5 of a dataset of 5"):

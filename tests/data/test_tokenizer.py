@@ -97,7 +97,7 @@ def test_no_special_ids_are_added(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("eos", ["</end>", {"content": "</end>", "lstrip": False}])
-def test_the_folder_says_what_ends_a_document(folder: Path, tmp_path: Path, eos: object) -> None:
+def test_end_of_document_token_comes_from_the_folder(folder: Path, tmp_path: Path, eos: object) -> None:
     added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
     added.append({**added[0], "id": VOCAB, "content": "</end>"})
     variant(folder, tmp_path, added_tokens=added)
@@ -120,7 +120,7 @@ def test_without_an_end_token(tmp_path: Path) -> None:
     tokenizer = FileTokenizer(tmp_path)
     assert tokenizer.encode("ab") == [0, 7]
     assert tokenizer.vocab_size == 8, "ids with a gap need rows up to the highest"
-    with pytest.raises(ValueError, match=r"names no token that ends a document.*eos_token"):
+    with pytest.raises(ValueError, match=r"defines no end-of-document token.*eos_token"):
         _ = tokenizer.eod
 
 
@@ -157,7 +157,7 @@ def test_load_by_type(folder: Path, kind: str) -> None:
         ("Megabyte", None, "unknown tokenizer type 'Megabyte'.*HuggingFaceTokenizer"),
     ],
 )
-def test_what_is_not_found(tmp_path: Path, kind: str, model: str | None, message: str) -> None:
+def test_missing_or_unknown_tokenizer(tmp_path: Path, kind: str, model: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TokenizerSettings(kind, None if model is None else tmp_path / model).load()
 
@@ -177,7 +177,7 @@ def test_the_package_works_without_tokenizers_and_torch() -> None:
     body = """
 import sys
 sys.modules["tokenizers"] = None
-from pentatron.data import python_corpus, gpt_dataset, indexed, sampling, tokenizer
+from pentatron.data import python_corpus, gpt_dataset, indexed, sample_index, tokenizer
 assert "torch" not in sys.modules
 assert tokenizer.TokenizerSettings("ByteTokenizer").load().encode("a") == [97]
 for call in (lambda: tokenizer.FileTokenizer("x"), lambda: tokenizer.train_bpe(iter(["a"]), 300)):

@@ -12,7 +12,7 @@ from pentatron.data.tokenizer import TokenizerSettings
 
 def test_ctrl_c_does_not_end_a_worker_that_has_just_begun(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk = Chunk(b'{"text": "a"}\n', 0, 1, "json", Position(1), 0)
-    recipe = EncodingSettings(TokenizerSettings("ByteTokenizer"), ("text",), False, False)
+    settings = EncodingSettings(TokenizerSettings("ByteTokenizer"), ("text",), False, False)
 
     def interrupted(self: Workers) -> object:
         connection = start(self)
@@ -22,7 +22,7 @@ def test_ctrl_c_does_not_end_a_worker_that_has_just_begun(monkeypatch: pytest.Mo
 
     start = Workers._start
     monkeypatch.setattr(Workers, "_start", interrupted)
-    with Workers(recipe, 1) as workers:
+    with Workers(settings, 1) as workers:
         [(read, _)] = workers.encode([chunk])
     assert read == chunk
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 RESTART = ("-m", "tests.faults.entry")
 
 
-def take_words(words: Sequence[str]) -> "tuple[list[str], Program]":
+def take_arguments(words: Sequence[str]) -> "tuple[list[str], Program]":
     middle = list(words).index("--")
     faults = [Fault.parse(word) for word in words[:middle]]
     Injector(faults, int(os.environ.get("RANK", ALONE))).install()
@@ -27,4 +27,4 @@ def take_words(words: Sequence[str]) -> "tuple[list[str], Program]":
 
 
 if __name__ == "__main__":
-    sys.exit(train_program(take_words, TRAIN, RESTART))
+    sys.exit(train_program(take_arguments, TRAIN, RESTART))

@@ -89,7 +89,7 @@ def straggler(lab: Lab) -> Outcome:
     slow = Fault("forward", "dawdle", 1, 1, seconds=0.15)
     ran, outcome = (
         lab.launch("dp2", WATCHED, [slow]).wait(150),
-        Outcome(remark="reported, goes on"),
+        Outcome(remark="reported, continues"),
     )
     outcome.expect_output(
         ran, r"straggler: rank 1 was busy for \d+ ms in step \d+, ranks of the same stage for \d+ ms"

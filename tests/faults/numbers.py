@@ -19,7 +19,7 @@ def stops(at: str, do: str, passing: bool, code: int, named: str) -> Callable[[L
         fault = Fault(at, do, rank=1, step=STEP, once=lab.marker() if passing else None)
         ran, outcome = lab.fork(LAYOUT, faults=[fault]), Outcome()
         outcome.expect_output(
-            ran, rf"step {STEP}: the loss is .*training stopped before the weights were touched.*{named}"
+            ran, rf"step {STEP}: the loss is .*training stopped before the weight update.*{named}"
         )
         outcome.ended(ran, code)
         outcome.expect(len(set(ran.codes)) == 1, f"ranks end with {ran.codes}")
@@ -78,7 +78,7 @@ def spike(lab: Lab) -> Outcome:
     fault = Fault("forward", "loss becomes large", rank=1, step=12, once=lab.marker())
     ran, outcome = (
         lab.fork("long", "--check-for-spiky-loss --check-for-large-grads", [fault]),
-        Outcome(remark="told, goes on"),
+        Outcome(remark="reported, continues"),
     )
     outcome.expect_output(
         ran, r"warning: step 12: the loss \S+ is \S+ times the largest one before", lab.when()

@@ -56,7 +56,9 @@ def deleted_lock(lab: Lab) -> Outcome:
     second, outcome = lab.fork("alone"), Outcome(remark="locked again, a second job is refused")
     outcome.expect(second.code == 2 and second.find("another job is using") is not None, second.text)
     ran = first.wait()
-    outcome.expect_output(ran, rf"{lab.run}/\.lock was deleted during the run; it was made again", lab.when())
+    outcome.expect_output(
+        ran, rf"{lab.run}/\.lock was deleted during the run; it was created again", lab.when()
+    )
     outcome.ended(ran, 0)
     outcome.same_state(lab.all_equal("alone"))
     return outcome
@@ -84,7 +86,7 @@ def deleted_log(lab: Lab) -> Outcome:
         Fault("forward", "delete", step=step, file=str(lab.run / name), once=lab.marker(name))
         for step, name in ((4, "train.log"), (6, "metrics.jsonl"))
     ]
-    ran, outcome = lab.fork("alone", faults=faults), Outcome(remark="told, made again")
+    ran, outcome = lab.fork("alone", faults=faults), Outcome(remark="reported, recreated")
     for name in ("train.log", "metrics.jsonl"):
         outcome.expect_output(
             ran,
@@ -116,7 +118,7 @@ def flipped_metrics(lab: Lab) -> Outcome:
 
 def goes_on(lab: Lab, said: str) -> Outcome:
     """Expects a resume, since the checkpoint has all that is needed."""
-    ran, outcome = lab.fork("alone"), Outcome(remark="told, goes on")
+    ran, outcome = lab.fork("alone"), Outcome(remark="reported, continues")
     outcome.expect_output(ran, said)
     outcome.ended(ran, 0)
     outcome.expect(ran.resumed_at == [6], f"it went on from {ran.resumed_at}, not from step 6")
@@ -190,7 +192,7 @@ def another_model(lab: Lab) -> Outcome:
 def other_settings(lab: Lab) -> Outcome:
     """Changed settings that affect the numbers are reported and used."""
     lab.interrupted("alone")
-    ran, outcome = lab.fork("alone", "--lr 1e-3 --seed 7"), Outcome(remark="told, goes on")
+    ran, outcome = lab.fork("alone", "--lr 1e-3 --seed 7"), Outcome(remark="reported, continues")
     outcome.expect_output(
         ran,
         r"settings differ from the checkpoint's: --seed 7 \(was 1234\), --lr 0\.001 \(was 0\.01\); --seed draws the order of samples",
@@ -203,7 +205,7 @@ def logger(lab: Lab, words: str, pattern: str, place: Path, kib: int | None) -> 
     """Expects a warning and the undisturbed end, although the logger cannot write."""
     place.mkdir()
     ran = lab.fork("alone", words, mounts=[{"at": str(place), "kib": kib}])
-    outcome = Outcome(remark="told, goes on")
+    outcome = Outcome(remark="reported, continues")
     outcome.expect_output(ran, pattern)
     outcome.ended(ran, 0)
     outcome.same_state(lab.is_equal("alone"))
@@ -235,7 +237,7 @@ def lost_wandb(lab: Lab) -> Outcome:
         "WANDB_INIT_TIMEOUT": "3",
     }
     ran = lab.fork("alone", "--wandb-project faults", around=lambda rank: around)
-    outcome = Outcome(remark="told, goes on")
+    outcome = Outcome(remark="reported, continues")
     outcome.expect_output(ran, r"warning: Weights & Biases fails \(it did not start")
     outcome.ended(ran, 0)
     outcome.same_state(lab.is_equal("alone"))

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from pentatron.compare.trial import NUMBERS
+from pentatron.compare.trial import SCALAR_TOLERANCE
 from tests.faults.cases import Outcome, Series
 from tests.faults.lab import LAST, LAYOUTS, Lab, recorders, samples
 
@@ -30,7 +30,7 @@ def goes_on(before: str, after: str) -> Callable[[Lab], Outcome]:
         outcome.expect(read == lab.references.samples(before)[AFTER:LAST], "other samples were read")
         now, then = losses(lab.run), losses(lab.references.of(before))
         gap = max(abs(now[step] / then[step] - 1) for step in then)
-        outcome.equal = gap <= NUMBERS
+        outcome.equal = gap <= SCALAR_TOLERANCE
         outcome.expect(outcome.equal, f"the losses are not those of the undisturbed run: {now} {then}")
         outcome.remark = f"same samples; losses within {gap:.0e}"
         return outcome

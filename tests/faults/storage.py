@@ -14,7 +14,7 @@ SERIES = Series("storage")
 def full_output(lab: Lab) -> Outcome:
     """No file of the run is on that disk."""
     ran = lab.launch("dp2", output=os.open("/dev/full", os.O_WRONLY)).wait()
-    outcome = Outcome(remark="told in train.log, goes on")
+    outcome = Outcome(remark="reported in train.log, continues")
     outcome.expect_output(ran, r"standard output cannot be written any more \(No space left on device\)")
     outcome.ended(ran, 0)
     outcome.same_state(lab.is_equal("dp2"))
@@ -47,14 +47,12 @@ def filled(lab: Lab, more: str = "") -> Outcome:
     rescued = lab.folder / "rescued"
     mount = {"at": str(lab.run), "kib": 6000}
     ran = lab.fork("alone", more, [fault], mounts=[mount], rescue=(str(lab.run), str(rescued)))
-    outcome = Outcome(remark="told, training goes on, the last valid step is kept")
+    outcome = Outcome(remark="reported, training continues, the last valid step is kept")
     said = "the checkpoint of step 8 could not be saved "
     if more:
         # The async save of step 6 may still be in progress, or take the last byte from the log.
         said = "(the checkpoint of step [68] could not be saved |a file of the run cannot be written )"
-    intact = (
-        r"(the last checkpoint is step [46]\. Training goes on|checkpoints that were saved before are intact)"
-    )
+    intact = r"(the last checkpoint is step [46]\. Training continues|earlier checkpoints are intact)"
     sentence = rf"{said}.*No space left on device.*{intact}"
     outcome.expect_output(ran, sentence, lab.when())
     outcome.ended(ran, 2)
@@ -141,13 +139,13 @@ def taken_port(lab: Lab) -> Outcome:
 def unknown_address(lab: Lab) -> Outcome:
     return refused(
         lab,
-        "the machine 'nowhere.invalid' is unknown here",
+        "the host name 'nowhere.invalid' cannot be resolved",
         "dp2",
         around=lambda rank: {"MASTER_ADDR": "nowhere.invalid"},
     )
 
 
-@SERIES.case("nobody listens at the master address")
+@SERIES.case("no process listens at the master address")
 def silent_address(lab: Lab) -> Outcome:
     port = str(free_port())
     place = {

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.faults.entry import RESTART, take_words
+from tests.faults.entry import RESTART, take_arguments
 from tests.harness import processes
 from tests.harness.zygote import preload
 
@@ -124,7 +124,7 @@ def _live(request: Mapping[str, Any]) -> int:
     if request["plain"]:
         _give_up_rights()
     sys.argv = ["pentatron", *request["faults"], "--", *request["words"]]
-    code = train_program(take_words, TRAIN, RESTART)
+    code = train_program(take_arguments, TRAIN, RESTART)
     if request["rescue"]:
         # A private file system disappears with its process.
         shutil.copytree(*request["rescue"], dirs_exist_ok=True)

@@ -160,16 +160,16 @@ def test_a_text_ends_where_the_model_has_no_more_positions() -> None:
     ("prompts", "sentence"),
     [
         ([()], "the prompt has no token"),
-        ([(1,), tuple([0] * 40)], "prompt 2 has 40 tokens, and the model is made for 40 in all"),
-        ([(61,)], "token 61, and the model knows the tokens 0 to 60"),
+        ([(1,), tuple([0] * 40)], "prompt 2 has 40 tokens, but the model has 40 positions"),
+        ([(61,)], "token 61, but the model has the tokens 0 to 60"),
     ],
 )
-def test_what_cannot_be_continued(prompts: list[tuple[int, ...]], sentence: str) -> None:
+def test_invalid_prompts_are_refused(prompts: list[tuple[int, ...]], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         list(generate(built(""), prompts, 3, GREEDY))
 
 
-def test_numbers_that_are_none_are_no_text() -> None:
+def test_nan_logits_are_an_error() -> None:
     model = built("")
     with torch.no_grad():
         whole_model(model).layers["1"].mlp_norm.weight[3] = torch.nan
@@ -177,7 +177,7 @@ def test_numbers_that_are_none_are_no_text() -> None:
         list(generate(model, [(1, 2)], 3, GREEDY))
 
 
-def test_attention_of_another_kind_reads_everything_anew() -> None:
+def test_custom_attention_generates_without_a_cache() -> None:
     class Nearby(attention.DotProductAttention):
         """An attention whose keys depend on neighbouring tokens, so that it cannot use a cache."""
 

@@ -48,7 +48,7 @@ def test_by_hand() -> None:
     assert probabilities(logits, Sampling(1e-320, top_k=3, top_p=0.9)).tolist() == [1, 0, 0, 0]
 
 
-def test_what_is_drawn_has_these_probabilities() -> None:
+def test_sampled_tokens_follow_the_probabilities() -> None:
     sampling = Sampling(1.3, top_k=6, top_p=0.9)
     generator, draws = sampling.generator(0), 1500
     drawn = torch.tensor([choose(LOGITS, sampling, generator).token for _ in range(draws)])
@@ -91,7 +91,7 @@ def test_the_likeliest_of_a_whole_vocabulary_is_as_probable_as_in_fp64() -> None
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_k=4)])
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_a_row_with_a_number_that_is_none_has_no_choice(sampling: Sampling, wrong: float) -> None:
+def test_row_with_nan_or_inf_has_no_choice(sampling: Sampling, wrong: float) -> None:
     logits = LOGITS.repeat(3, 1)
     logits[1, 5] = wrong
     found = choose_tokens(logits, sampling, [sampling.generator(0) for _ in range(3)])

@@ -104,7 +104,7 @@ def test_when_the_test_process_is_killed_everything_ends(tmp_path: Path) -> None
     assert_all_gone(tmp_path)
 
 
-def test_a_rank_dies_with_its_zygote_even_if_nobody_kills_it(tmp_path: Path) -> None:
+def test_rank_dies_with_its_zygote(tmp_path: Path) -> None:
     note = tmp_path / "pid"
     script = (
         "import os, signal, sys, time\n"

@@ -35,7 +35,7 @@ from pentatron.parallel.sharding import Fragment, fragments_of, region, sharded_
 from pentatron.settings.entry_points import PRETRAIN_GPT
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.run_config import RunConfig
-from pentatron.settings.settings import Facts
+from pentatron.settings.settings import ProcessFacts
 from pentatron.train.model import MicroBatches, ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.step import train_step
 from tests.harness import run_distributed
@@ -134,7 +134,7 @@ def configured(folder: Path, words: str, world_size: int) -> RunConfig:
     for name, value in found.items():
         if not draft.given(name):
             draft.assign(f"folder {folder}", **{name: value})
-    return resolve(draft, Facts(world_size, world_size, 1)).config
+    return resolve(draft, ProcessFacts(world_size, world_size, 1)).config
 
 
 def ours(folder: Path, words: str, steps: int = STEPS, device: str = "cpu") -> Ours:
@@ -163,8 +163,8 @@ def ours(folder: Path, words: str, steps: int = STEPS, device: str = "cpu") -> O
 
 
 def _own_weights(model: ParallelModel) -> Iterator[Fragment]:
-    for held in sharded_parameters(*model.stages.values()):
-        for _, fragment in fragments_of(held, held.parameter.data.view(-1)):
+    for param in sharded_parameters(*model.stages.values()):
+        for _, fragment in fragments_of(param, param.parameter.data.view(-1)):
             yield fragment
 
 

@@ -35,9 +35,9 @@ def save_on_a_rank(layout: str, source: Path, out: Path, steps: int) -> None:
     load_fragments(
         found.folder, found.manifest, (f for f in wanted if steps == 0 or f.tensor.startswith(WEIGHTS))
     )
-    optimizer.loaded(found.manifest.step)
+    optimizer.after_load(found.manifest.step)
     batches = micro_batches(config, world, 0)
     for step in range(steps):
         train_step(model, optimizer, [next(batches) for _ in range(config.accumulation)], 1e-2, step)
     fragments = optimizer.fragments(owned_only=True)
-    CheckpointStore(out, keep=None).save(1, fragments, {}, {}, config.nested(), world.everyone)
+    CheckpointStore(out, keep=None).save(1, fragments, {}, {}, config.nested(), world.all_ranks)

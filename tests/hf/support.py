@@ -64,8 +64,8 @@ def configs(settings: dict[str, Any]) -> tuple[TransformerConfig, MoEConfig]:
 def targets_of(model: nn.Module) -> list[Fragment]:
     return [
         fragment
-        for held in sharded_parameters(model)
-        for _, fragment in fragments_of(held, held.parameter.detach().view(-1))
+        for param in sharded_parameters(model)
+        for _, fragment in fragments_of(param, param.parameter.detach().view(-1))
     ]
 
 

@@ -113,7 +113,7 @@ def test_files_of_transformers_4(name: str) -> None:
     assert settings_from_config(config_from_settings(*configs(settings), original=config)) == settings
 
 
-def test_what_changes_nothing_is_kept_and_the_rest_is_ours() -> None:
+def test_written_config_keeps_unrelated_keys_and_updates_the_rest() -> None:
     original = {**OLDER["llama 3.1"][0], "vocab_size": 7}
     model = dataclasses.replace(configs(settings_from_config(original))[0], vocab_size=61)
     written = config_from_settings(model, NO_EXPERTS, original)
@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_would_change_the_model_is_refused(name: str) -> None:
+def test_unsupported_config_key_is_refused(name: str) -> None:
     model_type, change, sentence = REFUSED[name]
     with pytest.raises(UserError) as error:
         settings_from_config({"model_type": model_type, **change})
@@ -251,7 +251,7 @@ def test_unknown_families_are_refused_with_those_that_are_known(
         ({"spec": ("layers", "mine")}, "spec ('layers', 'mine')"),
     ],
 )
-def test_a_model_of_no_family_is_refused_with_what_sets_it_apart(change: dict[str, Any], named: str) -> None:
+def test_model_of_no_family_is_refused_with_the_difference(change: dict[str, Any], named: str) -> None:
     model = dataclasses.replace(configs(settings_from_config({"model_type": "llama"}))[0], **change)
     with pytest.raises(UserError) as error:
         config_from_settings(model, NO_EXPERTS)

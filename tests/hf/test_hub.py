@@ -43,7 +43,7 @@ def test_paths_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         resolve_folder("runs/mime", network=False)
 
 
-def test_what_is_in_the_cache_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_model_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError, match=f"not in the cache.*{ADVICE}"):
         resolve_folder(NAME, network=False)

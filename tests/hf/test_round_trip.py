@@ -84,7 +84,7 @@ def test_the_way_there_and_back_changes_no_byte(
     assert set(index["weight_map"].values()) == {path.name for path in back.glob("*.safetensors")}
 
 
-def test_what_is_written_loads_in_transformers(tmp_path: Path) -> None:
+def test_export_loads_in_transformers(tmp_path: Path) -> None:
     model = theirs("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
     source = save(model, tmp_path / "theirs")
     (source / "tokenizer.json").write_text('{"a": 1}')
@@ -110,7 +110,7 @@ def test_what_is_written_loads_in_transformers(tmp_path: Path) -> None:
     # Control: one weight of the reference model is changed.
     with torch.no_grad():
         loaded.model.layers[1].self_attn.k_proj.weight[0] += 0.1
-    with pytest.raises(UserError, match="not the same model"):
+    with pytest.raises(UserError, match="the conversion is wrong"):
         compare_logits(found, save(loaded, tmp_path / "changed"))
 
 
@@ -216,7 +216,7 @@ class Stopped(SilentDisplay):
             raise KeyboardInterrupt
 
 
-def test_nothing_is_left_of_what_was_stopped(folder: Path, tmp_path: Path) -> None:
+def test_interrupted_conversion_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "ours"
     with pytest.raises(KeyboardInterrupt):
         import_folder(folder, out, ImportOptions(), Stopped())
@@ -255,12 +255,12 @@ def test_a_disk_that_fails_is_a_sentence(
         new_folder(tmp_path / "large", 10**18),
     ):
         pass
-    monkeypatch.setattr("pentatron.hf.small_files._free", lambda path: 700_000)
+    monkeypatch.setattr("pentatron.files.free_bytes", lambda path: 700_000)
     with pytest.raises(UserError, match=r"would take 1.2 MB and 0.7 MB are free"):
         new_folder(tmp_path / "small", 1_200_000).__enter__()
 
 
-def test_what_exists_is_not_touched(folder: Path, tmp_path: Path) -> None:
+def test_existing_folder_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     convert(folder, tmp_path / "ours")
     before = sorted(tmp_path.rglob("*"))

@@ -45,10 +45,10 @@ def save_on_a_rank(families: dict[str, Path], layout: str) -> None:
                 fragment.values.copy_(numbers(fragment))
         for fragment in model.routers.fragments(owned_only=False):
             fragment.values.copy_(numbers(fragment))
-        optimizer.loaded(5)
+        optimizer.after_load(5)
         fragments = [*optimizer.fragments(owned_only=True), *model.routers.fragments(owned_only=True)]
         state = TrainState(step=5, consumed_samples=40, updates=5).to_json()
-        create_store(config).save(5, fragments, random_state(world), state, config.nested(), world.everyone)
+        create_store(config).save(5, fragments, random_state(world), state, config.nested(), world.all_ranks)
 
 
 def numbers(fragment: Fragment) -> Tensor:

@@ -83,7 +83,7 @@ def test_a_pickle_that_hashes_without_end_is_stopped(
         unpickle_in_sandbox(tmp_path / ".metadata", seconds=1)
 
 
-def test_what_is_named_but_harmless_is_kept_as_a_name(tmp_path: Path) -> None:
+def test_harmless_globals_are_kept_as_names(tmp_path: Path) -> None:
     """Arguments name types and enumerations of programs that need not be installed."""
     torch.save(
         {"args": Namespace(params_dtype=torch.bfloat16, numbers={1, 2}), "iteration": 3},
@@ -156,7 +156,7 @@ def test_stages_of_a_rank_come_in_the_order_of_their_numbers() -> None:
     assert [chunk["is"] for chunk in _Rank(0, 0, 0, "file", chunks).chunks] == list(range(12))
 
 
-def test_what_would_make_another_model_is_refused_or_taken() -> None:
+def test_arguments_that_change_the_model_are_read_or_refused() -> None:
     arguments = {
         "num_layers": 2,
         "hidden_size": 32,

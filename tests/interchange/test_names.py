@@ -42,7 +42,7 @@ def require_every_element_once(config: RunConfig, links: dict[str, list[Link]], 
 
 
 @pytest.mark.parametrize("family", OURS)
-def test_what_is_written_is_whole_and_is_what_is_read(family: str) -> None:
+def test_written_tensors_are_complete_and_read_back(family: str) -> None:
     config = config_of(family)
     written = written_links(config.model, config.moe)
     require_every_element_once(config, written, copies=True)

@@ -37,7 +37,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_that_goes_on_ends_like_one_that_never_stopped(saved: Path, tmp_path: Path) -> None:
+def test_resumed_run_ends_like_an_uninterrupted_one(saved: Path, tmp_path: Path) -> None:
     """A resume in another layout also gives the losses of the undisturbed run."""
     train(tmp_path / "run", f"{TORCH_DIST} --exit-interval 2")
     assert [p.name for p in (tmp_path / "run" / "checkpoints").glob("iter_*")] == ["iter_0000002"]
@@ -51,7 +51,7 @@ def test_a_run_that_goes_on_ends_like_one_that_never_stopped(saved: Path, tmp_pa
     assert losses(tmp_path / "tp2") == pytest.approx(losses(saved), rel=1e-5)
 
 
-def test_a_checkpoint_of_others_is_gone_on_from(saved: Path, tmp_path: Path) -> None:
+def test_checkpoint_of_megatron_is_resumed(saved: Path, tmp_path: Path) -> None:
     """Takes weights, moments, step and schedule from the checkpoint."""
     theirs = without_manifest(saved, tmp_path / "theirs")
     step = theirs / "iter_0000002"

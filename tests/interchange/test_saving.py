@@ -9,7 +9,7 @@ import torch
 import pentatron.checkpoint.store as store_module
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.errors import UserError
-from pentatron.generate.source import Source
+from pentatron.generate.source import ModelLocation
 from pentatron.interchange.store import create_store
 from pentatron.parallel.sharding import Fragment
 from tests.checkpoint.steps import ALONE, newest, whole
@@ -32,7 +32,7 @@ def save(store: CheckpointStore, step: int) -> Path:
 
 
 @pytest.mark.parametrize("room", [0, 3000, 9000])
-def test_a_disk_that_is_full_is_told_in_words(tmp_path: Path, room: int) -> None:
+def test_full_disk_is_reported(tmp_path: Path, room: int) -> None:
     """The disk is full in torch's writer, in what it buffers until the end, or in the file beside it."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
@@ -43,16 +43,16 @@ def test_a_disk_that_is_full_is_told_in_words(tmp_path: Path, room: int) -> None
     assert (wrote.failure, wrote.mistake) == ("File too large", "")
 
 
-def test_a_folder_that_one_rank_does_not_see_is_told_too(tmp_path: Path) -> None:
+def test_folder_missing_on_one_rank_is_reported(tmp_path: Path) -> None:
     wrote = store_in(tmp_path).write_own(tmp_path / "elsewhere", 1, parts())
     assert wrote.failure == "No such file or directory"
 
 
 @pytest.mark.parametrize("damaged", ["__0_0.distcp", "manifest.json"])
-def test_a_run_whose_steps_are_all_damaged_does_not_begin_anew(tmp_path: Path, damaged: str) -> None:
+def test_run_with_only_damaged_steps_is_refused(tmp_path: Path, damaged: str) -> None:
     """A second start, with the step set aside, is refused too, since a supervisor starts a run again."""
     (save(store_in(tmp_path), 1) / damaged).unlink()
-    source = Source(tmp_path, is_huggingface=False)
+    source = ModelLocation(tmp_path, is_huggingface=False)
     for _ in range(2):
         with pytest.raises(UserError, match=r"no checkpoint in .* is usable .*iter_0000001.*--fresh"):
             source.newest_step(verify=True, set_aside=True)
@@ -100,7 +100,7 @@ def test_a_kill_between_two_renames_loses_neither_copy_of_a_step(
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == [first.name]
 
 
-def test_a_file_of_theirs_that_nobody_listed_is_damage(tmp_path: Path) -> None:
+def test_unlisted_distcp_file_is_damage(tmp_path: Path) -> None:
     """A folder with files of several steps may also lack files of its own."""
     store = store_in(tmp_path)
     (save(store, 1) / "__9_0.distcp").write_bytes(b"of another step")

@@ -187,7 +187,7 @@ def test_megatron_core_reads_what_four_ranks_wrote(family: str, exchanged: dict[
 
 @needs_megatron
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_megatron_core_wrote_is_read(family: str, exchanged: dict[str, dict[str, Any]]) -> None:
+def test_checkpoint_of_megatron_core_is_read(family: str, exchanged: dict[str, dict[str, Any]]) -> None:
     found, _ = read_megatron(exchanged[family]["theirs"])
     written = exchanged[family]["written"]
     require_equal(found, written)
@@ -217,9 +217,7 @@ def test_weights_of_a_bf16_run_are_rounded_and_its_masters_kept(tmp_path: Path) 
 
 
 @needs_megatron
-def test_a_run_goes_on_from_it_in_another_layout(
-    exchanged: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_run_resumes_from_it_in_another_layout(exchanged: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     """Resumes what megatron-core saved on one rank on four ranks, with the losses of one."""
     words = f"--load {exchanged['mixture']['theirs']} --ckpt-format torch_dist --allow-changed-data --train-iters 10 --lr 1e-3 --seq-length 16"
     run_distributed(train_on_a_rank, 1, timeout=TIMEOUT, folder=tmp_path / "alone", words=words)

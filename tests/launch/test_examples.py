@@ -52,4 +52,4 @@ def test_without_words_the_entry_trains_the_guides_model(tmp_path: Path) -> None
 def test_a_world_that_does_not_fill_its_machines_is_refused(tmp_path: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError) as refused:
         words_given("examples/multinode/train_entry.sh", tmp_path, f"{HERE} WORLD_SIZE=10")
-    assert "WORLD_SIZE=10 is no multiple of GPUS_PER_NODE=4" in refused.value.stderr
+    assert "WORLD_SIZE=10 is not a multiple of GPUS_PER_NODE=4" in refused.value.stderr

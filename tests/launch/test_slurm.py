@@ -127,7 +127,7 @@ def test_a_warning_makes_every_node_save_and_the_job_queue_again(cluster: StubCl
     ],
     ids=["failed", "preempted", "finished meanwhile", "not wanted"],
 )
-def test_only_what_was_cut_short_queues_again(
+def test_only_interrupted_jobs_are_requeued(
     changes: dict[str, object], variables: dict[str, str], requeued: bool, cluster: StubCluster
 ) -> None:
     code = cluster.run(written(cluster, **changes), cwd=Path("/"), **variables)
@@ -136,7 +136,7 @@ def test_only_what_was_cut_short_queues_again(
 
 
 @pytest.mark.parametrize("kind", [batch_script, node_script])
-def test_lines_of_a_setup_may_read_what_is_not_set(
+def test_setup_may_read_unset_variables(
     kind: Callable[[Job, list[str], str], str], cluster: StubCluster
 ) -> None:
     """Scripts of conda and modules read unset variables; only a last line that fails ends the job."""

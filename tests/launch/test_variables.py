@@ -11,7 +11,7 @@ GUIDE = {"NCCL_DEBUG": "WARN", "NCCL_TIMEOUT": "60", "HOME": "/root"}
 INTERFACES = ["lo", "eth0", "eth1", "ib0", "docker0"]
 
 
-def test_variables_are_reported_to_whom_they_concern() -> None:
+def test_environment_notices() -> None:
     """NCCL_TIMEOUT has a notice of its own, as NCCL does not read it."""
     assert environment_notices(GUIDE, GUIDE, on_gpu=True, nccl=True, alone=False) == [
         "NCCL reads from the environment: NCCL_DEBUG=WARN"
@@ -28,7 +28,7 @@ def test_variables_are_reported_to_whom_they_concern() -> None:
         "CUDA reads from the environment: CUDA_DEVICE_MAX_CONNECTIONS=1"
     ]
     assert environment_notices(one, one, False, False, True) == [
-        "CUDA_DEVICE_MAX_CONNECTIONS=1: there is no GPU here"
+        "CUDA_DEVICE_MAX_CONNECTIONS=1: this machine has no GPU"
     ]
 
 
@@ -90,7 +90,7 @@ def test_torchrun_in_every_task_is_noticed() -> None:
     inside = {"SLURM_STEP_NUM_TASKS": "16", "GROUP_WORLD_SIZE": "2"}
     [note] = nested_launcher_notices(inside)
     assert (
-        "Slurm started torchrun 16 times, and this run is made of 2 of them" in note
+        "Slurm started torchrun 16 times, but this run consists of 2 of them" in note
         and "--ntasks-per-node=1" in note
     )
     assert nested_launcher_notices({**inside, "SLURM_STEP_NUM_TASKS": "2"}) == []

@@ -18,7 +18,7 @@ def walked(plan: BatchSizeSchedule, steps: int) -> list[int]:
 
 
 def test_the_ramp_of_the_175b_script() -> None:
-    begins = [(stretch.first_step, stretch.size) for stretch in GPT3.stretches]
+    begins = [(phase.first_step, phase.size) for phase in GPT3.phases]
     assert begins[:4] == [(0, 16), (3855, 32), (5783, 48), (7068, 64)]
     assert begins[-1] == (19802, 1536) and [size for _, size in begins] == list(range(16, 1537, 16))
     assert GPT3.samples_after(19802) == 5_859_424
@@ -70,11 +70,11 @@ def test_steps_and_samples_agree_with_a_walk(plan: BatchSizeSchedule) -> None:
     assert plan.advance(1, 2) == 1 + plan.size_at(1) + plan.size_at(1 + plan.size_at(1))
 
 
-def test_a_ramp_that_begins_at_its_end_is_none() -> None:
+def test_ramp_from_full_size_is_constant() -> None:
     assert linear_ramp(16, 16, 1000, 16) == constant(16)
 
 
-def test_a_ramp_that_cannot_be() -> None:
+def test_impossible_ramp() -> None:
     with pytest.raises(
         ValueError,
         match=r"global batch size interval \(1536 - 16 = 1520\) to be divisible by global batch size increment \(100\)",

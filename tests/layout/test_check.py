@@ -241,7 +241,7 @@ def test_times_of_two_ranks() -> None:
     assert last == [(1, 2, "F1.0"), (2, 4, "B1.0"), (4, 5, "F1.1"), (5, 7, "B1.1")]
     assert checked.time == 9
     assert checked.bubble == pytest.approx(1 / 3)
-    assert checked.alive == (2, 1)
+    assert checked.in_flight == (2, 1)
 
 
 def test_times_and_memory_of_halves() -> None:
@@ -255,11 +255,11 @@ def test_times_and_memory_of_halves() -> None:
     assert last == [
         (1, 2, "F1.0"), (2, 3, "I1.0"), (3, 4, "F1.1"), (4, 5, "I1.1"), (5, 6, "W1.0"), (6, 7, "W1.1"),
     ]  # fmt: skip
-    assert (checked.time, checked.alive, checked.deferred) == (7, (2, 2), (1, 2))
+    assert (checked.time, checked.in_flight, checked.deferred) == (7, (2, 2), (1, 2))
     assert checked.bubble == pytest.approx(2 / 14)
     assert check(training_schedule("1f1b", 2, 1, 2)).deferred == (0, 0)
 
 
 def test_nothing_waits_without_a_pipeline() -> None:
     checked = check(training_schedule("1f1b", 1, 1, 4))
-    assert (checked.bubble, checked.time, checked.alive) == (0, 12, (1,))
+    assert (checked.bubble, checked.time, checked.in_flight) == (0, 12, (1,))

@@ -33,7 +33,7 @@ def assert_promises(
     checked: ScheduleProperties, kind: str, ranks: int, virtual: int, micro_batches: int, group: int | None
 ) -> None:
     largest = -(-micro_batches // max(1, micro_batches // (group or ranks)))
-    alive = {
+    in_flight = {
         "gpipe": [micro_batches] * ranks,
         "1f1b": [min(micro_batches, ranks - rank) for rank in range(ranks)],
         "interleaved": [
@@ -41,7 +41,7 @@ def assert_promises(
             for rank in range(ranks)
         ],
     }[kind]
-    assert list(checked.alive) == alive
+    assert list(checked.in_flight) == in_flight
     if micro_batches >= ranks:
         # The pipeline fills and drains once; no rank idles in between.
         assert checked.time == 3 * (virtual * micro_batches + ranks - 1)
@@ -72,7 +72,7 @@ def test_every_group_that_is_allowed_is_sound(ranks: int) -> None:
 def test_every_evaluation_is_sound_and_keeps_nothing(ranks: int, virtual: int) -> None:
     for micro_batches in (1, 3, 8, 13):
         checked = check(forward_schedule(looped_placement(ranks, virtual), micro_batches))
-        assert checked.alive == (0,) * ranks
+        assert checked.in_flight == (0,) * ranks
         if micro_batches >= ranks:
             assert checked.time == virtual * micro_batches + ranks - 1
 

@@ -89,7 +89,7 @@ def test_every_stage_gets_a_layer() -> None:
         (1, StageDivision(1, written="EtL"), [1]),
     ],
 )
-def test_what_the_user_writes(layers: int, division: StageDivision, expected: list[int]) -> None:
+def test_written_stage_divisions(layers: int, division: StageDivision, expected: list[int]) -> None:
     parts = stage_parts(layers, division, Costs(1, 0, 0))
     assert counts(parts) == expected
     assert_whole(parts, layers)
@@ -127,7 +127,7 @@ LAYOUT = "--pipeline-model-parallel-layout"
         (3, StageDivision(4), "3 layers cannot fill 4 stages; use 4 layers or more, or fewer stages"),
     ],
 )  # fmt: skip
-def test_what_does_not_add_up(layers: int, division: StageDivision, sentence: str) -> None:
+def test_impossible_stage_divisions_are_refused(layers: int, division: StageDivision, sentence: str) -> None:
     with pytest.raises(ValueError) as error:
         stage_parts(layers, division, Costs())
     assert str(error.value) == sentence
@@ -154,11 +154,11 @@ def test_layouts_written_out(text: str, stages: list[str]) -> None:
         ("Et||tL", "stage 1 is empty"),
         ("Et|tL|", "stage 2 is empty"),
         ("", "stage 0 is empty"),
-        ("tt|tL", "the embedding (E) must stand once, at the very beginning"),
-        ("tE|tL", "the embedding (E) must stand once, at the very beginning"),
-        ("Et|EtL", "the embedding (E) must stand once, at the very beginning"),
-        ("Et|t", "the head (L) must stand once, at the very end"),
-        ("EtL|t", "the head (L) must stand once, at the very end"),
+        ("tt|tL", "the embedding (E) must appear once, as the first element"),
+        ("tE|tL", "the embedding (E) must appear once, as the first element"),
+        ("Et|EtL", "the embedding (E) must appear once, as the first element"),
+        ("Et|t", "the head (L) must appear once, as the last element"),
+        ("EtL|t", "the head (L) must appear once, as the last element"),
         ("Et|m|L", "m (multi-token prediction) is not available in this version"),
         ("Et|x|L", "'x' has no meaning here"),
         ("Et*|L", "* needs a letter or ) before it and a number after it"),

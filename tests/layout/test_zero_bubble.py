@@ -36,7 +36,7 @@ def alive_by_formula(kind: str, ranks: int, virtual: int, micro_batches: int) ->
 def assert_promises(
     checked: ScheduleProperties, kind: str, ranks: int, virtual: int, micro_batches: int
 ) -> None:
-    assert checked.alive == (alive_by_formula(kind, ranks, virtual, micro_batches),) * ranks
+    assert checked.in_flight == (alive_by_formula(kind, ranks, virtual, micro_batches),) * ranks
     if micro_batches < ranks:
         return
     # The last rank starts `ranks - 1` later; no rank idles otherwise.
@@ -61,20 +61,20 @@ def test_every_schedule_is_sound_and_keeps_its_promises(kind: str, virtual: int,
 def test_no_more_memory_than_the_schedules_they_come_from_and_less_waiting() -> None:
     for ranks in (2, 4, 8):
         whole, split = (check(training_schedule(kind, ranks, 1, 16)) for kind in ("1f1b", "zero-bubble"))
-        assert max(split.alive) == max(whole.alive)
+        assert max(split.in_flight) == max(whole.in_flight)
         assert (whole.time - 3 * 16, split.time - 3 * 16) == (3 * (ranks - 1), ranks - 1)
         # ZB-V has stages of half the size, so twice as many micro-batches take the same memory.
-        assert max(check(training_schedule("zbv", ranks, 2, 16)).alive) == 2 * max(whole.alive)
+        assert max(check(training_schedule("zbv", ranks, 2, 16)).in_flight) == 2 * max(whole.in_flight)
         whole, split = (
             check(training_schedule(kind, ranks, 2, 16)) for kind in ("interleaved", "zero-bubble")
         )
-        assert max(split.alive) == max(whole.alive) and split.time < whole.time
+        assert max(split.in_flight) == max(whole.in_flight) and split.time < whole.time
 
 
 def test_groups_reach_the_zero_bubble_schedule() -> None:
     """Two ranks, two stages each: 2·(2 − 1) + (2 − 1)·4 + 1 with groups of four."""
-    assert check(training_schedule("zero-bubble", 2, 2, 8, 4)).alive == (7, 7)
-    assert check(training_schedule("zero-bubble", 2, 2, 8)).alive == (5, 5)
+    assert check(training_schedule("zero-bubble", 2, 2, 8, 4)).in_flight == (7, 7)
+    assert check(training_schedule("zero-bubble", 2, 2, 8)).in_flight == (5, 5)
 
 
 def test_v_placement() -> None:
@@ -90,7 +90,7 @@ def test_v_placement() -> None:
 @pytest.mark.parametrize("ranks", RANKS)
 def test_an_evaluation_of_a_folded_pipeline_is_sound(ranks: int) -> None:
     for micro_batches in (1, 3, 8, 13):
-        assert check(forward_schedule(v_placement(ranks), micro_batches)).alive == (0,) * ranks
+        assert check(forward_schedule(v_placement(ranks), micro_batches)).in_flight == (0,) * ranks
 
 
 def computations(kind: str, ranks: int, virtual: int, micro_batches: int, rank: int) -> str:

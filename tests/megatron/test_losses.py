@@ -83,6 +83,6 @@ def no_report(output: Tensor) -> Any:
         (no_report, "a report that is a int; return a dictionary"),
     ],
 )
-def test_what_is_no_loss_is_told(function: Callable[[Tensor], Any], words: str) -> None:
+def test_invalid_loss_function_is_refused(function: Callable[[Tensor], Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         share(torch.rand(2, 4, requires_grad=True), function)

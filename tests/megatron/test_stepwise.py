@@ -17,7 +17,7 @@ import torch.distributed as dist
 import pretrain_gpt
 from gpt_builders import gpt_builder
 from model_provider import model_provider
-from pentatron.cli.environment import Worker
+from pentatron.cli.environment import RankInfo
 from pentatron.cli.worker_errors import report_error
 from pentatron.errors import AgreedError, NonFiniteError, UserError
 from pentatron.megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -85,10 +85,10 @@ def test_an_error_in_a_step_is_a_sentence_with_the_exit_code_of_pretrain(tmp_pat
         (KeyError("of the program's own"), 0, None, ""),
     ],
 )
-def test_what_an_error_means(
+def test_exit_code_and_message_of_an_error(
     error: Exception, rank: int, code: int | None, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert report_error(error, resolved().config, Worker(rank, 2, rank, 2, "torchrun")) == code
+    assert report_error(error, resolved().config, RankInfo(rank, 2, rank, 2, "torchrun")) == code
     shown = capsys.readouterr().err
     assert said in shown and bool(said) == bool(shown)
 
@@ -137,7 +137,7 @@ def test_data_of_a_provider_that_changed_is_noticed(tmp_path: Path) -> None:
     assert run(samples=41, words="--train-iters 4") == [""], "and is the run's data from then on"
 
 
-def test_what_was_an_assertion_is_a_sentence(tmp_path: Path) -> None:
+def test_misuse_is_a_user_error_instead_of_an_assertion(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="10 is not divisible by 4"):
         divide(10, 4)
     with pytest.raises(UserError, match=r"label_smoothing=0\.1 is not available"):

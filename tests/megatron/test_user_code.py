@@ -89,7 +89,7 @@ def test_datasets_of_the_users_own(tmp_path: Path) -> None:
     assert run(tmp_path / "shifted", program(partial(wrapping, shift=1)))[0] != expected[0], "they are read"
 
 
-def test_a_program_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_program_resumes_where_it_stopped(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", program())
     run(tmp_path / "cut", program(), "--train-iters 1 --lr-decay-iters 2")
     seen: list[int] = []
@@ -122,7 +122,7 @@ def test_a_loss_may_be_made_of_logits(tmp_path: Path) -> None:
         assert mine[:2] == pytest.approx(theirs[:2], rel=1e-5)
 
 
-def test_what_can_be_asked_inside(tmp_path: Path) -> None:
+def test_arguments_and_timers_inside_the_forward_step(tmp_path: Path) -> None:
     asked: dict[str, Any] = {}
 
     def step(data_iterator: Any, model: Any) -> Any:
@@ -206,7 +206,7 @@ def test_extra_arguments_are_the_programs(monkeypatch: pytest.MonkeyPatch) -> No
     ("words", "kind", "said"),
     [
         ("--hidden-sizee 3", ModelType.encoder_or_decoder, "unknown flag --hidden-sizee"),
-        ("", ModelType.retro_decoder, "models here are decoders"),
+        ("", ModelType.retro_decoder, "only decoder models are supported"),
     ],
 )
 def test_pretrain_ends_with_a_sentence(

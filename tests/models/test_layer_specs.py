@@ -65,7 +65,7 @@ def test_a_family_is_a_table(words: str, norm: type, heads: type, mlp: type) -> 
     )
 
 
-def test_what_makes_a_qwen() -> None:
+def test_settings_and_modules_of_qwen() -> None:
     switches = ("normalization", "gated_linear_unit", "add_bias_linear", "add_qkv_bias", "qk_layernorm")
     for name, expected in {
         "qwen2.5-7b": ("RMSNorm", True, False, True, False),
@@ -91,7 +91,7 @@ def test_a_block_has_experts_where_the_configuration_has_them() -> None:
     assert block.layer_norm is RMSNorm
 
 
-def test_what_has_no_effect_is_said() -> None:
+def test_arguments_without_effect_warn() -> None:
     with pytest.warns(UserWarning, match="use_kitchen has no effect"):
         get_gpt_layer_with_transformer_engine_spec(use_kitchen=True)
     with pytest.warns(UserWarning, match="use_te_op_fuser has no effect"):
@@ -115,7 +115,7 @@ def test_what_has_no_effect_is_said() -> None:
         ),
     ],
 )
-def test_what_is_not_available_is_refused(made: Any, said: str) -> None:
+def test_unavailable_spec_arguments_are_refused(made: Any, said: str) -> None:
     with pytest.raises(UserError, match=said):
         made()
 
@@ -275,7 +275,7 @@ def wrong(**changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        (wrong(vocab_size=60), "vocab_size=60 has no room for the 61 words"),
+        (wrong(vocab_size=60), "vocab_size=60 is smaller than the vocabulary of 61"),
         (wrong(pre_process=False), "without pg_collection a model is whole"),
         (wrong(vp_stage=1), "without pg_collection a model is whole"),
         (
@@ -301,7 +301,10 @@ def wrong(**changes: Any) -> Any:
             wrong(transformer_layer_spec=ModuleSpec(TransformerLayer)),
             r"ModuleSpec\(TransformerLayer\): TransformerLayer cannot be built from .*'submodules'",
         ),
-        (wrong(config=dataclasses.replace(core(), num_attention_heads=None)), "how many heads"),
+        (
+            wrong(config=dataclasses.replace(core(), num_attention_heads=None)),
+            "the configuration has no num_attention_heads",
+        ),
     ],
 )
 def test_a_wrong_model_gets_a_sentence(made: Any, said: str) -> None:

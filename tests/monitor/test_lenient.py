@@ -23,7 +23,7 @@ class Breaking(Recorder):
         self.is_closed = True
 
 
-def test_a_failure_during_the_run_is_told_once() -> None:
+def test_failure_during_the_run_is_reported_once() -> None:
     inner, said = Breaking(), list[str]()
     recorder = TolerantRecorder("the viewer", lambda: inner, said.append)
     for step in (1, 2, 3):
@@ -31,16 +31,16 @@ def test_a_failure_during_the_run_is_told_once() -> None:
     recorder.evaluated(3, {})
     recorder.close()
     assert inner.steps == [1, 2] and not inner.is_closed
-    assert said == ["warning: the viewer fails (No space left on device); training goes on without it"]
+    assert said == ["warning: the viewer fails (No space left on device); training continues without it"]
 
 
-def test_a_failure_at_the_start_is_told_and_a_sound_one_is_closed() -> None:
+def test_failure_at_the_start_is_reported_and_a_working_recorder_closed() -> None:
     def down() -> Recorder:
         raise RecorderUnavailable("it did not start")
 
     said: list[str] = []
     TolerantRecorder("the service", down, said.append).record(report(1), None)
-    assert said == ["warning: the service fails (it did not start); training goes on without it"]
+    assert said == ["warning: the service fails (it did not start); training continues without it"]
     inner = Breaking()
     TolerantRecorder("the viewer", lambda: inner, said.append).close()
     assert inner.is_closed and len(said) == 1

@@ -57,7 +57,7 @@ def test_a_skipped_step_is_counted_and_left_out_of_the_mean() -> None:
     )
 
 
-def test_samples_left_out_and_the_utilisation_are_told_where_they_exist() -> None:
+def test_skipped_samples_and_mfu_are_shown_if_known() -> None:
     line = log_line([report(1, skipped_samples=8, peak_teraflops=989.0)], NOW, False)
     assert "consumed samples:           28 | skipped samples:            8 | elapsed" in line
     assert "| MFU: 1.2 % |" in line

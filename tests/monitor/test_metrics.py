@@ -10,7 +10,7 @@ from pentatron.monitor.metrics import MetricsFile, MetricsFollower, read_metrics
 from pentatron.monitor.view import RunStatus, Screen, render_view, status_line
 
 
-def test_rows_are_readable_while_the_run_goes_on(tmp_path: Path) -> None:
+def test_rows_are_readable_during_the_run(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "m.jsonl", resumed_step=0)
     file.write({"step": 1, "loss": 0.1 + 0.2})
     assert list(read_metrics(tmp_path / "m.jsonl")) == [{"step": 1, "loss": 0.1 + 0.2}], "to the last digit"
@@ -29,7 +29,7 @@ def test_no_file_has_no_rows(tmp_path: Path) -> None:
     assert list(read_metrics(tmp_path / "none")) == []
 
 
-def test_numbers_that_are_none_are_left_out(tmp_path: Path) -> None:
+def test_nan_and_inf_are_left_out(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "m.jsonl", resumed_step=0)
     file.write({"step": 1, "loss": math.nan, "gradient_norm": math.inf, "skipped": True})
     file.close()

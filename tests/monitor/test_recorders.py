@@ -50,7 +50,7 @@ def test_memory_of_a_gpu_has_megatrons_names(monkeypatch: pytest.MonkeyPatch) ->
     assert set(memory_scalars(torch.device("cpu"))) == {"mem-resident-bytes"}
 
 
-def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_written_values(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = TensorBoard(tmp_path, {"hidden_size": 64}, OptionalScalars(), interval=2, step=0)
@@ -211,7 +211,7 @@ def test_settings_are_listed_as_megatron_lists_them() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").is_char_device(), reason="a device of Linux")
-def test_samples_that_cannot_be_written_end_nothing_and_are_told_of() -> None:
+def test_unwritable_memory_samples_are_reported_and_end_nothing() -> None:
     told: list[str] = []
     sampler = MemorySampler(Path("/dev/full"), torch.device("cpu"), 0.01, told.append)
     time.sleep(0.05)

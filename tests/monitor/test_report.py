@@ -26,7 +26,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert "8192 tokens/s" in text and "left 1:02" in text
 
 
-def test_steps_may_be_told_by_somebody_else() -> None:
+def test_display_without_step_lines() -> None:
     out = io.StringIO()
     display = open_display("auto", out, shows_steps=False)
     display.step(REPORT, 62)

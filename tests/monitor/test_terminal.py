@@ -103,7 +103,7 @@ def test_a_command_whose_result_is_its_output_does_not_end_with_0(way: Callable[
     assert code_of(unflushed, way) == WAYS[way], "found by the last flush"
 
 
-def test_an_error_keeps_its_code_where_it_cannot_be_said() -> None:
+def test_exit_code_of_an_unprintable_error() -> None:
     assert code_of(lambda: COMMANDS["config"](["--trian-iters", "3"]), left, left) == 2
 
 
@@ -188,9 +188,7 @@ def test_a_stream_that_is_not_blocking_is_waited_for() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_a_full_disk_is_told_with_the_file_it_was_about(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_full_disk_error_names_the_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     link = tmp_path / "order.npy"
     link.symlink_to("/dev/full")
     assert run_guarded(lambda: link.write_text("x")) == 2

@@ -5,11 +5,11 @@ import math
 from pathlib import Path
 
 from pentatron.monitor.metrics import MetricsFollower
-from pentatron.monitor.view import draw_curve
+from pentatron.monitor.view import terminal_curve
 
 
 def test_a_falling_line_falls() -> None:
-    lines = draw_curve([(float(s), 10.0 - s) for s in range(1, 9)], [], 30, 4, braille=False)
+    lines = terminal_curve([(float(s), 10.0 - s) for s in range(1, 9)], [], 30, 4, braille=False)
     assert (
         lines[0].startswith("9 |")
         and lines[3].startswith("2 |")
@@ -25,17 +25,17 @@ def test_a_falling_line_falls() -> None:
     assert every == set(range(min(every), max(every) + 1)), "no gap in between"
 
 
-def test_dots_marks_and_numbers_that_are_none() -> None:
+def test_dots_marks_and_nan() -> None:
     points = [(1.0, 4.0), (2.0, math.nan), (3.0, 2.0), (4.0, 2.0)]
-    lines = draw_curve(points, [(4.0, 6.0)], 20, 3)
+    lines = terminal_curve(points, [(4.0, 6.0)], 20, 3)
     assert lines[0].startswith("6 ┤") and lines[0].endswith("o"), "the mark is above the curve"
     assert any(0x2800 < ord(letter) <= 0x28FF for line in lines for letter in line)
     assert max(map(len, lines)) <= 20
-    assert draw_curve([(1.0, math.nan)], [], 20, 3) == []
-    assert len(draw_curve([(1.0, 3.0)], [], 20, 3)) == 5, "one step is a curve"
+    assert terminal_curve([(1.0, math.nan)], [], 20, 3) == []
+    assert len(terminal_curve([(1.0, 3.0)], [], 20, 3)) == 5, "one step is a curve"
 
 
-def test_only_what_is_new_is_read(tmp_path: Path) -> None:
+def test_follower_reads_only_new_lines(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     follower = MetricsFollower(file)
     assert follower.poll().step == 0

@@ -151,7 +151,7 @@ def counted(recompute: Recompute) -> dict[str, Any]:
     tokens = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(5))
     model(tokens, torch.arange(16).expand(2, 16), tokens.roll(-1, 1)).sum().backward()
     loads = {number: layer.mlp.router.load for number, layer in model.layers.items()}
-    found = {f"{number} numbers": load.numbers() for number, load in loads.items()}
+    found = {f"{number} numbers": load.tally() for number, load in loads.items()}
     return found | {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -165,7 +165,7 @@ def counted(recompute: Recompute) -> dict[str, Any]:
     ],
     ids=["every layer", "two layers", "experts", "experts and their parts"],
 )
-def test_what_runs_twice_is_counted_once(recompute: Recompute) -> None:
+def test_recomputed_layers_are_counted_once(recompute: Recompute) -> None:
     found, expected = counted(recompute), counted(NO_RECOMPUTE)
     assert expected["0 numbers"][:EXPERTS].sum() == 2 * 16 * TOPK
     for name, value in expected.items():
@@ -178,9 +178,9 @@ def test_what_runs_twice_is_counted_once(recompute: Recompute) -> None:
 def test_the_bias_moves_towards_idle_experts() -> None:
     load = RouterLoad(config_of(f"{BIAS} --moe-router-bias-update-rate 0.25").moe)
     counts = torch.tensor([4.0, 0, 2, 2, 2, 2, 3, 1], dtype=torch.float64)
-    load.settle(counts)
+    load.finish_step(counts)
     assert load.bias.tolist() == [-0.25, 0.25, 0, 0, 0, 0, -0.25, 0.25]
-    load.settle(counts)
+    load.finish_step(counts)
     assert load.bias.tolist() == [-0.5, 0.5, 0, 0, 0, 0, -0.5, 0.5]
     assert torch.equal(load.previous, (counts / 16).float())
 
@@ -193,15 +193,15 @@ def test_a_biased_router_becomes_balanced() -> None:
     for _ in range(60):
         model.load.begin_step(1)
         run(model, x)
-        numbers = model.load.numbers()
+        numbers = model.load.tally()
         busiest.append((numbers.max() / numbers.mean()).item())
-        model.load.settle(numbers)
+        model.load.finish_step(numbers)
     assert busiest[0] > 3 and max(busiest[-5:]) < 2
 
 
 def test_without_a_bias_none_is_moved_nor_kept() -> None:
     load = RouterLoad(config_of("--moe-aux-loss-coeff 0.1").moe)
-    load.settle(torch.arange(9, dtype=torch.float64))
+    load.finish_step(torch.arange(9, dtype=torch.float64))
     assert load.bias.eq(0).all() and set(load.kept()) == {"previous"}
     assert set(RouterLoad(config_of(BIAS).moe).kept()) == {"bias", "previous"}
 
@@ -209,7 +209,7 @@ def test_without_a_bias_none_is_moved_nor_kept() -> None:
 def test_before_the_first_step_the_load_counts_as_equal() -> None:
     load = RouterLoad(config_of(asked("global_aux_loss")).moe)
     assert load.previous.tolist() == [1 / EXPERTS] * EXPERTS
-    load.settle(torch.zeros(EXPERTS + 1, dtype=torch.float64))
+    load.finish_step(torch.zeros(EXPERTS + 1, dtype=torch.float64))
     assert torch.isfinite(load.previous).all(), "a step without tokens"
 
 
@@ -221,7 +221,7 @@ def on_a_part(words: str) -> tuple[Tensor, Tensor]:
     model = router(words, ExpertAxis(sequence=group))
     run(model, stream(2, BATCH, LENGTH, HIDDEN).chunk(group.size, 1)[group.rank])
     assert model.weight.grad is not None
-    return model.load.numbers(), model.weight.grad
+    return model.load.tally(), model.weight.grad
 
 
 @pytest.mark.parametrize("words", [ALL, f"{SIGMOID} {ALL}"])
@@ -230,7 +230,7 @@ def test_parts_of_a_micro_batch_add_up_to_the_whole(words: str) -> None:
     whole = router(words)
     run(whole, stream(2, BATCH, LENGTH, HIDDEN))
     assert whole.weight.grad is not None
-    assert torch.allclose(parts[0][0] + parts[1][0], whole.load.numbers(), rtol=1e-6)
+    assert torch.allclose(parts[0][0] + parts[1][0], whole.load.tally(), rtol=1e-6)
     assert torch.allclose(parts[0][1] + parts[1][1], whole.weight.grad, rtol=1e-4, atol=1e-7)
 
 

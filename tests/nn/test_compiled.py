@@ -66,7 +66,7 @@ def build(
 
 
 def left_out(model: CausalLM) -> tuple[str, ...]:
-    return compilation_report(model.layers.values()).left_out
+    return compilation_report(model.layers.values()).graph_breaks
 
 
 def computed(
@@ -133,7 +133,7 @@ def test_layers_together_are_one_graph(words: str) -> None:
     """Seven layers are compiled in pairs: the pairs share one graph, and the last layer has its own."""
     eager, _ = computed(*build(words, layers=7))
     counting = Counting()
-    model, config = build(words, 7, CompileOptions(counting, together=2))
+    model, config = build(words, 7, CompileOptions(counting, layers_per_graph=2))
     for _ in range(2):
         found, _ = computed(model, config)
         torch.testing.assert_close(found, eager, rtol=1e-4, atol=1e-5)
@@ -141,7 +141,7 @@ def test_layers_together_are_one_graph(words: str) -> None:
 
 
 def test_hooks_around_a_layer_are_called_though_it_is_compiled_with_others() -> None:
-    model, config = build(GROUPED, 4, CompileOptions(Counting("eager"), together=2))
+    model, config = build(GROUPED, 4, CompileOptions(Counting("eager"), layers_per_graph=2))
     called: list[int] = []
     layer = model.layers["1"]
     computed(model, config)
@@ -208,7 +208,7 @@ class OwnAttention(SelfAttention):
         return super().forward(*inputs, documents=documents)
 
 
-def test_attention_of_users_is_told_of_documents() -> None:
+def test_custom_attention_reads_documents_uncompiled() -> None:
     eager, config = build(GROUPED)
     expected, _ = computed(eager, config, DOCUMENTS[0])
     spec = spec_of(config.model, config.moe, 0)

@@ -56,9 +56,9 @@ def pass_through(model: MoE, x: Tensor, dy: Tensor) -> Found:
     return Found(y.detach(), *gradients)  # type: ignore[arg-type]
 
 
-def on_a_rank(words: str, cut: int, preferred: str) -> Found:
+def on_a_rank(words: str, expert_tp: int, preferred: str) -> Found:
     group = Group(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
-    model = layer(words, ExpertAxis(group, cut))
+    model = layer(words, ExpertAxis(group, expert_tp))
     prefer(model, preferred)
     x, dy = inputs(group.size), stream(3, group.size, 2, LENGTH, HIDDEN)
     return pass_through(model, x[group.rank], dy[group.rank])
@@ -70,12 +70,12 @@ def alone(words: str, ranks: int, preferred: str = "") -> Found:
     return pass_through(model, inputs(ranks).flatten(0, 1), stream(3, ranks, 2, LENGTH, HIDDEN).flatten(0, 1))
 
 
-def own_experts(gradient: Tensor, holder: int, holders: int) -> Tensor:
-    return gradient.chunk(holders)[holder]
+def own_experts(gradient: Tensor, ep_rank: int, ep_size: int) -> Tensor:
+    return gradient.chunk(ep_size)[ep_rank]
 
 
-def compare(words: str, ranks: int, cut: int, preferred: str = "") -> list[Found]:
-    found = run_distributed(on_a_rank, world=ranks, words=words, cut=cut, preferred=preferred)
+def compare(words: str, ranks: int, expert_tp: int, preferred: str = "") -> list[Found]:
+    found = run_distributed(on_a_rank, world=ranks, words=words, expert_tp=expert_tp, preferred=preferred)
     whole = alone(words, ranks, preferred)
     for name in ("output", "of_input"):
         joined = torch.cat([getattr(part, name) for part in found])
@@ -84,27 +84,29 @@ def compare(words: str, ranks: int, cut: int, preferred: str = "") -> list[Found
     summed = torch.stack([part.of_router for part in found]).sum(0)
     assert torch.allclose(summed, whole.of_router, rtol=1e-4, atol=1e-5)
     for rank, part in enumerate(found):
-        holder, number = divmod(rank, cut)
-        fc1, fc2 = (own_experts(g, holder, ranks // cut) for g in (whole.of_fc1, whole.of_fc2))
-        halves = [half.chunk(cut, 1)[number] for half in fc1.chunk(2, 1)]
+        ep_rank, number = divmod(rank, expert_tp)
+        fc1, fc2 = (own_experts(g, ep_rank, ranks // expert_tp) for g in (whole.of_fc1, whole.of_fc2))
+        halves = [half.chunk(expert_tp, 1)[number] for half in fc1.chunk(2, 1)]
         assert torch.allclose(part.of_fc1, torch.cat(halves, 1), rtol=1e-4, atol=1e-5), rank
-        assert torch.allclose(part.of_fc2, fc2.chunk(cut, 2)[number], rtol=1e-4, atol=1e-5), rank
+        assert torch.allclose(part.of_fc2, fc2.chunk(expert_tp, 2)[number], rtol=1e-4, atol=1e-5), rank
     return found
 
 
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize(
-    ("ranks", "cut"), [(2, 1), (2, 2), (4, 2)], ids=["2 holders", "expert cut in 2", "2 holders, cut in 2"]
+    ("ranks", "expert_tp"),
+    [(2, 1), (2, 2), (4, 2)],
+    ids=["2 holders", "expert cut in 2", "2 holders, cut in 2"],
 )
-def test_spread_experts_compute_what_one_process_does(dispatcher: str, ranks: int, cut: int) -> None:
-    compare(f"--moe-token-dispatcher-type {dispatcher}", ranks, cut)
+def test_spread_experts_compute_what_one_process_does(dispatcher: str, ranks: int, expert_tp: int) -> None:
+    compare(f"--moe-token-dispatcher-type {dispatcher}", ranks, expert_tp)
 
 
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 def test_dropped_tokens(dispatcher: str) -> None:
     """Tokens are dropped per micro-batch, so one process takes the ranks' micro-batches one by one."""
     words = f"--moe-token-dispatcher-type {dispatcher} --moe-expert-capacity-factor 0.5"
-    found = run_distributed(on_a_rank, world=2, words=words, cut=1, preferred="")
+    found = run_distributed(on_a_rank, world=2, words=words, expert_tp=1, preferred="")
     model = layer(words)
     x, dy = inputs(2), stream(3, 2, 2, LENGTH, HIDDEN)
     for rank, part in enumerate(found):
@@ -120,7 +122,9 @@ def test_dropped_tokens(dispatcher: str) -> None:
 
 def test_both_dispatchers_agree() -> None:
     ways = [
-        run_distributed(on_a_rank, world=2, words=f"--moe-token-dispatcher-type {d}", cut=1, preferred="")
+        run_distributed(
+            on_a_rank, world=2, words=f"--moe-token-dispatcher-type {d}", expert_tp=1, preferred=""
+        )
         for d in DISPATCHERS
     ]
     for one, other in zip(*ways, strict=True):
@@ -136,13 +140,13 @@ def test_both_dispatchers_agree() -> None:
 
 
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
-@pytest.mark.parametrize("cut", [1, 2])
-def test_a_rank_without_tokens(dispatcher: str, cut: int) -> None:
-    """Experts 0 to 3 are on the first holder; the other one has no tokens but takes part in collectives."""
-    found = compare(f"--moe-token-dispatcher-type {dispatcher}", 2 * cut, cut, preferred="123")
-    for idle in found[cut:]:
+@pytest.mark.parametrize("expert_tp", [1, 2])
+def test_a_rank_without_tokens(dispatcher: str, expert_tp: int) -> None:
+    """Experts 0 to 3 are on the first expert rank; the other one has none but takes part in collectives."""
+    found = compare(f"--moe-token-dispatcher-type {dispatcher}", 2 * expert_tp, expert_tp, preferred="123")
+    for idle in found[expert_tp:]:
         assert idle.of_fc1.eq(0).all() and idle.of_fc2.eq(0).all()
-    for busy in found[:cut]:
+    for busy in found[:expert_tp]:
         assert busy.of_fc1[0].eq(0).all(), "expert 0 is not among the preferred"
         assert busy.of_fc1[1:].abs().amax((1, 2)).min() > 0
 

@@ -191,7 +191,7 @@ def test_every_bit_depends_on_every_bit() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_what_stays_is_scaled_up(dtype: torch.dtype) -> None:
+def test_kept_elements_are_scaled_up(dtype: torch.dtype) -> None:
     x = torch.randn(B, S, D).to(dtype)
     y = hidden_dropout(x, keys(), 1, 0.2)
     mask = kept(keys(), probability=0.2).bool()

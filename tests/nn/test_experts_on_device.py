@@ -37,7 +37,7 @@ WORDS = [
 
 
 @pytest.mark.parametrize("words", WORDS)
-def test_the_host_need_not_know_who_goes_where(words: str) -> None:
+def test_dispatch_without_counts_on_the_host(words: str) -> None:
     expected, found = found_by(layer(words), False), found_by(layer(words), True)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -59,7 +59,7 @@ def test_experts_without_tokens_have_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("part", ["moe", "moe_act"])
-def test_what_is_made_again_in_backward_is_the_same(part: str) -> None:
+def test_recomputed_experts_give_the_same_numbers(part: str) -> None:
     again = layer(axes=axes_with(Recompute(frozenset({part}))))
     expected, found = found_by(layer(), True), found_by(again, True)
     for name, value in expected.items():
@@ -145,7 +145,7 @@ def test_only_a_gpu_in_bf16_is_left_to_itself(monkeypatch: pytest.MonkeyPatch) -
     def refuse(*_: object) -> Tensor:
         raise AssertionError("asked")
 
-    monkeypatch.setattr(experts._Mixed, "apply", refuse)
+    monkeypatch.setattr(experts._GroupedExpertsFunction, "apply", refuse)
     x = stream(2, 3, 16, HIDDEN)
     layer()(x)
     assert not layer("--no-moe-grouped-gemm").experts.grouped and layer().experts.grouped

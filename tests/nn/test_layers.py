@@ -88,7 +88,7 @@ def test_any_rectangle_of_a_tensor_is_drawn_alike() -> None:
     assert not torch.equal(*halves), "every block has a generator of its own"
 
 
-def test_weights_are_drawn_on_the_cpu_whatever_device_new_tensors_go_to() -> None:
+def test_weights_are_drawn_on_the_cpu_under_any_default_device() -> None:
     expected, found = torch.empty(3, 4), torch.empty(3, 4)
     normal_region(1, "a", (3, 4), (0, 0), (3, 4), expected)
     with torch.device("meta"):
@@ -109,18 +109,18 @@ def test_which_attention_kernels_are_asked_first(monkeypatch: pytest.MonkeyPatch
     assert allowed_kernels("auto", CPU) is None and allowed_kernels("auto", torch.device("meta")) is None
 
 
-def test_attention_kernels_are_said_once_around_a_model() -> None:
+def test_attention_kernels_apply_inside_their_context() -> None:
     flags = torch.backends.cuda
     kernels, other = AttentionKernels([SDPBackend.MATH]), AttentionKernels([SDPBackend.FLASH_ATTENTION])
     assert flags.flash_sdp_enabled()
-    with kernels.around():
+    with kernels.context():
         assert flags.math_sdp_enabled() and not flags.flash_sdp_enabled()
-        with pytest.raises(ValueError, match="inside"), kernels.around():
+        with pytest.raises(ValueError, match="inside"), kernels.context():
             raise ValueError("inside")
         assert not flags.flash_sdp_enabled(), "what is inside does not end what is around it"
-        with other.around():
+        with other.context():
             assert flags.flash_sdp_enabled() and not flags.math_sdp_enabled()
         assert not flags.flash_sdp_enabled()
     assert flags.flash_sdp_enabled()
-    with AttentionKernels().around():
+    with AttentionKernels().context():
         assert flags.flash_sdp_enabled() and flags.math_sdp_enabled()

@@ -159,17 +159,17 @@ def arrived(how: CrossEntropy, monkeypatch: pytest.MonkeyPatch) -> tuple[list[in
     # Kept alive, so that no other tensor can have the same address.
     alive: list[Tensor] = []
     layer = head()
-    multiplied = layer.multiplied
+    apply_weight = layer.apply_weight
 
     def watched(x: Tensor) -> Tensor:
-        made = multiplied(x)
+        made = apply_weight(x)
         logits.append(made.data_ptr())
         alive.append(made.detach())
         if made.requires_grad:
             made.register_hook(lambda gradient: gradients.append(gradient.data_ptr()))
         return made
 
-    monkeypatch.setattr(layer, "multiplied", watched)
+    monkeypatch.setattr(layer, "apply_weight", watched)
     computed(how, layer, stream(1, BATCH, LENGTH, WIDTH))
     return logits, gradients
 
@@ -206,8 +206,8 @@ def test_logits_of_others_stay() -> None:
 def test_without_gradients_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_module, "_EVALUATION_CHUNK", 4)
     layer, x, sizes = head(), stream(1, BATCH, LENGTH, WIDTH), []
-    multiplied = layer.multiplied
-    monkeypatch.setattr(layer, "multiplied", lambda x: sizes.append(len(x)) or multiplied(x))
+    apply_weight = layer.apply_weight
+    monkeypatch.setattr(layer, "apply_weight", lambda x: sizes.append(len(x)) or apply_weight(x))
     with torch.no_grad():
         found = FUSED.from_hidden_states(layer, x, LABELS, VOCABULARY)
     assert sizes == [4, 4, 2]

@@ -84,7 +84,7 @@ def test_choice_weights_and_gradient_equal_the_formulas(variant: str) -> None:
     assert torch.allclose(found.weight.grad.double(), weight.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_the_bias_changes_who_is_chosen_and_no_weight() -> None:
+def test_bias_changes_the_choice_but_no_weight() -> None:
     plain, biased = router(BIAS), router(BIAS)
     biased.load.bias[5] = 10.0
     x = stream(2, 1, 16, HIDDEN)

@@ -68,7 +68,7 @@ def test_a_class_may_be_named_by_its_path(tmp_path: Path, monkeypatch: pytest.Mo
             r"ModuleSpec\(no.such.module.Thing\): module no.such.module cannot be imp",
         ),
         (("pentatron.nn.spec", "Thing"), r"ModuleSpec\(pentatron.nn.spec.Thing\): .* has no Thing"),
-        (("pentatron.nn.spec",), r"ModuleSpec\(pentatron.nn.spec\): an import path has two words"),
+        (("pentatron.nn.spec",), r"ModuleSpec\(pentatron.nn.spec\): an import path has two strings"),
         (ModuleSpec(Part, params={"wide": 1}), r"ModuleSpec\(Part\): Part cannot be built from .*'wide'"),
         (
             ModuleSpec(Part, params={"width": 1}),
@@ -140,7 +140,7 @@ def test_attention_that_does_not_know_documents_is_refused_where_there_are_any()
 
 
 def test_other_masks_are_refused() -> None:
-    with pytest.raises(UserError, match=r"attention here is causal; AttnMaskType\.padding is not available"):
+    with pytest.raises(UserError, match=r"attention is causal; AttnMaskType\.padding is not available"):
         DotProductAttention(TransformerConfig(), attn_mask_type=AttnMaskType.padding)
 
 

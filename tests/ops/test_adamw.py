@@ -68,13 +68,13 @@ def test_three_updates_are_those_of_torch(dtype: torch.dtype, rounded: torch.dty
     moments, remembered = zeros[:2], zeros[2:]
     weights = [None if rounded is None else torch.zeros_like(v, dtype=rounded) for v in values]
     targets = [Target(*each) for each in zip(values, *moments, weights, DECAYS)]
-    one_pass = FusedAdamWKernel(targets, block=256, warps=4)
+    kernel = FusedAdamWKernel(targets, block=256, warps=4)
     control = torch.tensor([FACTOR, 1.0], device=DEVICE)
     for update in (1, 2, 3):
         gradients: list[Tensor | None] = [*tensors(update, dtype)]
         if update == 2:
             gradients[0] = None
-        one_pass(gradients, control, AdamWParameters(RATE, DECAY, *BETAS, EPSILON, update))
+        kernel(gradients, control, AdamWParameters(RATE, DECAY, *BETAS, EPSILON, update))
         exact = [torch.zeros_like(v) if g is None else g.float() * FACTOR for v, g in zip(values, gradients)]
         torchs(expected, exact, remembered, update)
     for found, wanted in zip(
@@ -96,15 +96,15 @@ def test_nothing_is_written_if_the_device_says_so() -> None:
     values = tensors(0)
     moments = [[torch.ones_like(v) for v in values] for _ in range(2)]
     weights = [torch.ones_like(v, dtype=torch.bfloat16) for v in values]
-    one_pass = FusedAdamWKernel([Target(*each) for each in zip(values, *moments, weights, DECAYS)], 256, 4)
+    kernel = FusedAdamWKernel([Target(*each) for each in zip(values, *moments, weights, DECAYS)], 256, 4)
     numbers = AdamWParameters(RATE, DECAY, *BETAS, EPSILON, 1)
     bad = [torch.full_like(v, float("nan")) for v in values]
-    one_pass(bad, torch.tensor([float("nan"), 0.0], device=DEVICE), numbers)
+    kernel(bad, torch.tensor([float("nan"), 0.0], device=DEVICE), numbers)
     for before, now in zip(tensors(0), values):
         assert torch.equal(before, now)
     for written in (*moments[0], *moments[1], *weights):
         assert written.eq(1).all()
-    one_pass(bad, torch.tensor([1.0, 1.0], device=DEVICE), numbers)
+    kernel(bad, torch.tensor([1.0, 1.0], device=DEVICE), numbers)
     assert all(v.isnan().all() for v in values), "the control"
 
 
@@ -156,7 +156,7 @@ def test_a_step_decided_on_the_device(accumulated: int, monkeypatch: pytest.Monk
     """Compares steps decided on the device with steps decided on the host; NaN or inf changes nothing."""
     from pentatron.optim import update_rules
 
-    monkeypatch.setattr(update_rules, "_suits_one_pass", bool)
+    monkeypatch.setattr(update_rules, "_can_fuse", bool)
     losses, states = [], []
     for flag in ("", "--no-fused-update"):
         words = f"{LLAMA} --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --vocab-size 30 --device {DEVICE.type}"
@@ -167,9 +167,9 @@ def test_a_step_decided_on_the_device(accumulated: int, monkeypatch: pytest.Monk
         world = single_process(DEVICE)
         model = build_parallel_model(config, world)
         # Set here, because the decision for a CPU is never one pass, and Triton's interpreter runs on a CPU.
-        options = replace(model.decisions.optimizer, one_pass=flag == "")
+        options = replace(model.decisions.optimizer, fused=flag == "")
         optimizer = build_optimizer(model.stages, world, config.optim, options, model_dtype(config))
-        assert optimizer.update.in_one_pass is (flag == "")
+        assert optimizer.update.is_fused is (flag == "")
         batches = micro_batches(config, world, 0)
         states.append([f.values.clone() for f in optimizer.fragments(owned_only=False)])
         for step in range(2):

@@ -67,7 +67,7 @@ def test_a_trial_without_a_gpu_fails_in_a_few_words() -> None:
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_what_is_compiled_asks_too(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_uses_the_triton_trial(works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     trial(monkeypatch, works)
 
     def answer(x: Tensor) -> Tensor:

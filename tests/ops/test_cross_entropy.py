@@ -19,8 +19,8 @@ LABELS = torch.tensor([0, 1, 19, 20, 63, 69, 79, 80, -100])
     reason="needs Triton and a GPU, or its interpreter",
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("words, first", [(70, 0), (64, 0), (0, 80), (50, 20), (1, 79)])
-def test_the_same_passes(dtype: torch.dtype, words: int, first: int) -> None:
+@pytest.mark.parametrize("vocab, first", [(70, 0), (64, 0), (0, 80), (50, 20), (1, 79)])
+def test_the_same_passes(dtype: torch.dtype, vocab: int, first: int) -> None:
     from pentatron.ops import triton_cross_entropy
 
     generator = torch.Generator().manual_seed(1)
@@ -28,12 +28,12 @@ def test_the_same_passes(dtype: torch.dtype, words: int, first: int) -> None:
     weights = torch.randn(len(LABELS), generator=generator).to(DEVICE)
     weights[3] = 0
     labels, small = LABELS.to(DEVICE), {"block": 32, "warps": 1}
-    expected = cross_entropy.row_sums(logits, labels, words, first)
-    found = triton_cross_entropy.row_sums(logits, labels, words, first, **small)
+    expected = cross_entropy.row_sums(logits, labels, vocab, first)
+    found = triton_cross_entropy.row_sums(logits, labels, vocab, first, **small)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    log_sums = expected[0] + expected[1].log() if words else torch.ones_like(weights)
+    log_sums = expected[0] + expected[1].log() if vocab else torch.ones_like(weights)
     plain = torch.empty_like(logits)
-    given = (labels, log_sums, weights, words, first)
+    given = (labels, log_sums, weights, vocab, first)
     cross_entropy.write_gradient(plain, logits, *given)
     apart = torch.empty_like(logits)
     triton_cross_entropy.write_gradient(apart, logits, *given, **small)

@@ -71,7 +71,7 @@ def test_hooks_hear_of_them_and_gradients_add_up() -> None:
     assert torch.equal(weight.grad, 2 * once)
 
 
-def test_what_is_kept() -> None:
+def test_deferral_keeps_input_and_output_gradient_only() -> None:
     """Keeps the layer's input and output gradient; the activation after it is freed with the graph."""
     x, weight, bias = layer()
     deferred = DeferredGradients()

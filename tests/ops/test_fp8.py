@@ -76,7 +76,7 @@ def test_both_ways_of_writing_hold_the_same() -> None:
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
-def test_zeros_stay_zeros_and_what_is_no_number_is_seen(dtype: torch.dtype) -> None:
+def test_zeros_stay_zeros_and_nan_and_inf_propagate(dtype: torch.dtype) -> None:
     for value in (0.0, 1e-42):
         small = quantize(torch.tensor([[0.0, value]]), dtype)
         assert small.rows is not None

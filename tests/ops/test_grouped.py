@@ -20,12 +20,12 @@ def test_each_row_meets_the_matrix_of_its_group(counts: tuple[int, ...], togethe
     groups = Groups(counts, together)
     rows, matrices = draw(1, sum(counts), 6), draw(2, len(counts), 6, 10)
     owners = [number for number, count in enumerate(counts) for _ in range(count)]
-    made = groups.times(rows, matrices)
+    made = groups.matmul(rows, matrices)
     assert made.shape == (sum(counts), 10)
     for row, owner in enumerate(owners):
         assert torch.allclose(made[row], rows[row] @ matrices[owner], atol=1e-5)
     left = draw(3, sum(counts), 10)
-    outer = groups.outer(left, rows)
+    outer = groups.weight_gradient(left, rows)
     expected = torch.zeros(len(counts), 10, 6)
     for row, owner in enumerate(owners):
         expected[owner] += torch.outer(left[row], rows[row])
@@ -60,5 +60,5 @@ def test_the_kernel_is_asked_only_for_widths_it_can_take(widths: tuple[int, int]
     class OnGPU:
         is_cuda, dtype, shape = True, torch.bfloat16, (7, widths[0])
 
-    assert Groups((7,), together=True)._in_one_kernel(OnGPU(), widths[1]) == fits  # type: ignore[arg-type]
-    assert not Groups((7,), together=False)._in_one_kernel(OnGPU(), widths[1])  # type: ignore[arg-type]
+    assert Groups((7,), use_grouped_mm=True)._in_one_kernel(OnGPU(), widths[1]) == fits  # type: ignore[arg-type]
+    assert not Groups((7,), use_grouped_mm=False)._in_one_kernel(OnGPU(), widths[1])  # type: ignore[arg-type]

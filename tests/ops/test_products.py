@@ -42,7 +42,7 @@ def test_products_and_gradients_are_those_of_half_precision(
 def test_products_are_rounded_once(half: torch.dtype) -> None:
     left, right = torch.randn(32, 300).to(half), torch.randn(300, 40).to(half)
     exact = left.double() @ right.double()
-    off = (linear_module.product(left, right).double() - exact).abs()
+    off = (linear_module.matmul(left, right).double() - exact).abs()
     assert bool((off <= exact.abs() * torch.finfo(half).eps / 2 + 1e-4).all())
     twice = left[:, :150] @ right[:150] + left[:, 150:] @ right[150:]
     assert not bool(((twice.double() - exact).abs() <= exact.abs() * torch.finfo(half).eps / 2 + 1e-4).all())
@@ -52,10 +52,12 @@ def test_groups_of_rows_are_multiplied_alike(half: torch.dtype) -> None:
     rows, matrices = torch.randn(40, 16).to(half), torch.randn(3, 16, 24).to(half)
     groups = Groups((17, 0, 23))
     expected = torch.cat((rows[:17].float() @ matrices[0].float(), rows[17:].float() @ matrices[2].float()))
-    assert torch.equal(groups.times(rows, matrices), expected.to(half))
+    assert torch.equal(groups.matmul(rows, matrices), expected.to(half))
 
 
-def test_what_is_quick_is_left_to_torch(half: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_large_half_precision_products_go_through_fp32(
+    half: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     many, few = torch.randn(64, 8).to(half), torch.randn(3, 8).to(half)
     assert linear_module.through_fp32(many)
     assert not linear_module.through_fp32(few) and not linear_module.through_fp32(many.float())

@@ -78,7 +78,7 @@ def test_products_of_rounded_values(format: str, by_rows: bool) -> None:
     assert max(apart(results(format, by_rows=by_rows), reference(format, by_rows))) < 1e-6
 
 
-def test_scales_by_row_keep_what_an_outlier_takes() -> None:
+def test_row_scales_confine_an_outlier() -> None:
     """Scales by row keep the outputs of other tokens precise if one token is 1e5 times as large."""
 
     def lost(by_rows: bool) -> float:
@@ -112,7 +112,7 @@ def test_a_column_of_outliers_costs_a_gradient_less_by_row(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_as_near_to_what_is_exact_as_fp8_can_be(format: str) -> None:
+def test_error_is_that_of_fp8_rounding(format: str) -> None:
     found = apart(results(format, torch.bfloat16), exact())
     assert 0.005 < found[0] < 0.04
     assert all(0.01 < f < 0.08 for f in found[1:3]), found
@@ -168,7 +168,7 @@ def test_the_same_bits_where_gradients_of_weights_come_later_and_layers_run_agai
     )
 
 
-def test_what_is_no_number_comes_through() -> None:
+def test_nan_and_inf_reach_the_output() -> None:
     x, weight, _ = layer()
     with torch.no_grad():
         x[1, 3, 5] = float("nan")

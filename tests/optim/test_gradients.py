@@ -16,7 +16,7 @@ from pentatron.optim.optimizer import Optimizer
 from pentatron.optim.update_rules import clip_factor, squared_norm
 from pentatron.parallel import reduction as reduction_module
 from pentatron.parallel.reduction import BucketBuffer
-from pentatron.parallel.sharding import ONES, ShardedModule, whole
+from pentatron.parallel.sharding import ONES, ShardedModule, replicated
 from pentatron.parallel.world import single_process
 from pentatron.settings.run_config import RunConfig
 from pentatron.train.model import build_parallel_model, model_dtype
@@ -132,7 +132,7 @@ def test_norms_of_large_gradients_are_exact() -> None:
     )
 
 
-# Memory of a whole model, in many layouts.
+# Memory of a replicated model, in many layouts.
 
 
 def in_a_step(words: str) -> dict[str, Any]:
@@ -249,8 +249,8 @@ class _Joined(ShardedModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.left = self.declare("left", (4, 3), whole((4, 3), ONES))
-        self.right = self.declare("right", (3, 4), whole((3, 4), ONES))
+        self.left = self.declare("left", (4, 3), replicated((4, 3), ONES))
+        self.right = self.declare("right", (3, 4), replicated((3, 4), ONES))
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.left.view(2, 6) + self.right.view(2, 6))

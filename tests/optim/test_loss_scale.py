@@ -68,7 +68,7 @@ def test_the_scale_is_megatrons(
     seen = set()
     for overflow in overflows(120, share):
         oracle.update(overflow)
-        scaler.settle(updated=not overflow)
+        scaler.update(updated=not overflow)
         assert scaler.scale == oracle.scale.item()
         seen.add(scaler.scale)
     assert len(seen) > 2
@@ -85,19 +85,19 @@ def test_the_scale_of_the_3d_project_is_torchs(share: float) -> None:
         oracle.scale(weight.sum() * (torch.inf if overflow else 1.0)).backward()
         oracle.step(sgd)
         oracle.update()
-        scaler.settle(updated=not overflow)
+        scaler.update(updated=not overflow)
         assert scaler.scale == oracle.get_scale()
 
 
-def test_a_scaler_goes_on_where_it_was_saved() -> None:
+def test_scaler_resumes_from_its_saved_state() -> None:
     for at in range(12):
         whole = LossScaler(MEGATRON)
         for number, overflow in enumerate(overflows(24, 0.3)):
             if number == at:
                 again = LossScaler(MEGATRON, json.loads(json.dumps(whole.state())))
-            whole.settle(updated=not overflow)
+            whole.update(updated=not overflow)
             if number >= at:
-                again.settle(updated=not overflow)
+                again.update(updated=not overflow)
         assert again.state() == whole.state()
 
 
@@ -110,18 +110,18 @@ def test_a_fixed_scale_stays_and_has_nothing_to_save() -> None:
     ):
         scaler = LossScaler(config, {"scale": 3.0})
         for made in (False, False, False, True):
-            scaler.settle(made)
+            scaler.update(made)
         assert (scaler.scale, scaler.is_dynamic, scaler.state()) == (scale, False, {})
     assert LossScaler(PrecisionConfig(fp16=True, loss_scale=0.0)).is_dynamic, "0 stands for none"
 
 
 @pytest.mark.parametrize("config", [MEGATRON, TORCH], ids=["a floor", "no floor"])
-def test_overflows_that_no_scale_prevents_are_known_for_what_they_are(config: PrecisionConfig) -> None:
+def test_overflows_at_every_scale_are_recognised(config: PrecisionConfig) -> None:
     scaler = LossScaler(config)
     count = 0
     while not scaler.cannot_recover:
-        scaler.settle(updated=False)
+        scaler.update(updated=False)
         count += 1
     assert 32 < count < 64 and 0 < scaler.scale <= 1
-    scaler.settle(updated=True)
+    scaler.update(updated=True)
     assert not scaler.cannot_recover

@@ -219,7 +219,7 @@ def resumed(
     optimizer = Optimizer({0: model}, world, OPTIM, parallel(zero, param=param, bucket=33), dtype)
     for fragment in optimizer.fragments(owned_only=False):
         fragment.values.copy_(region(state[fragment.tensor], fragment.start, tuple(fragment.values.shape)))
-    optimizer.loaded(updates)
+    optimizer.after_load(updates)
     loaded = {name: p.detach().clone() for name, p in model.named_parameters()}
     one_step(model, optimizer, 2)
     optimizer.wait_for_weights()
@@ -236,7 +236,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("ranks", "zero"), LAYOUTS)
-def test_what_one_layout_saves_another_loads(ranks: int, zero: int, dtype: torch.dtype) -> None:
+def test_state_saved_in_one_layout_loads_in_another(ranks: int, zero: int, dtype: torch.dtype) -> None:
     everyone = ranks_or_none(saved, ranks, zero=zero, dtype=dtype)
     state = assembled(itertools.chain.from_iterable(owned for owned, _, _ in everyone))
     assert {name.split("/")[0] for name in state} == {"weights", "exp_avg", "exp_avg_sq"}
@@ -261,7 +261,7 @@ def test_the_writing_is_shared_even_where_everyone_holds_everything() -> None:
         assert 0 < sum(values.numel() for *_, values in owned) < 3 * elements / 2
 
 
-def test_the_same_layout_goes_on_bit_by_bit() -> None:
+def test_resume_in_the_same_layout_is_bitwise_equal() -> None:
     [(owned, _, after)] = ranks_or_none(saved, 1, zero=1, dtype=torch.float32)
     state = assembled(owned)
     found = resumed(zero=1, param=False, state=state, dtype=torch.float32)
@@ -271,13 +271,13 @@ def test_the_same_layout_goes_on_bit_by_bit() -> None:
 
 
 def unpublished() -> list[bool]:
-    """Planted bug: without `loaded`, other ranks' shares of the weights are not updated."""
+    """Planted bug: without `after_load`, other ranks' shares of the weights are not updated."""
     state = {
         f"{kind}/{n}": torch.ones_like(p)
         for kind in ("weights", "exp_avg", "exp_avg_sq")
         for n, p in network().named_parameters()
     }
-    Optimizer.loaded = lambda self, updates: None  # type: ignore[method-assign]
+    Optimizer.after_load = lambda self, updates: None  # type: ignore[method-assign]
     found = resumed(zero=1, param=False, state=state, dtype=torch.float32)
     return [bool((weight == 1).all()) for weight in found["loaded"].values()]
 
@@ -361,7 +361,7 @@ def staged(world: World, zero: int, overlap: bool) -> dict[str, Tensor]:
             optimizer.reduce(stage)
         optimizer.finish_reduction()
         total = optimizer.squared_norm()
-        if world.everyone.size > 1:
+        if world.all_ranks.size > 1:
             dist.all_reduce(total)
         optimizer.step(RATE / (step + 1), math.sqrt(float(total)))
     optimizer.wait_for_weights()
@@ -382,7 +382,7 @@ def test_several_stages_on_a_rank_equal_one(zero: int, overlap: bool) -> None:
         assert all(torch.allclose(w, expected[name], atol=1e-6) for name, w in found.items())
 
 
-def test_data_is_what_the_tests_think() -> None:
+def test_micro_batches_of_all_ranks_are_the_whole_batch() -> None:
     x, y = data(0)
     whole = [torch.cat(parts) for parts in zip(*(b for r in range(4) for b in micro_batches(0, 3, r, 4)))]
     assert torch.equal(whole[0], x) and torch.equal(whole[1], y)

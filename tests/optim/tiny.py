@@ -22,8 +22,8 @@ from pentatron.parallel.sharding import (
     ShardedModule,
     ShardingSpec,
     region,
+    replicated,
     sharded_parameters,
-    whole,
 )
 from pentatron.parallel.world import World, create_groups
 from pentatron.settings.decision_types import OptimizerOptions
@@ -43,8 +43,8 @@ BUCKET = 60
 class Linear(ShardedModule):
     def __init__(self, into: int, out: int) -> None:
         super().__init__()
-        self.weight = self.declare("weight", (out, into), whole((out, into), Initialization()))
-        self.bias = self.declare("bias", (out,), whole((out,), Initialization()))
+        self.weight = self.declare("weight", (out, into), replicated((out, into), Initialization()))
+        self.bias = self.declare("bias", (out,), replicated((out,), Initialization()))
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight, self.bias)
@@ -53,7 +53,7 @@ class Linear(ShardedModule):
 class Scale(ShardedModule):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.weight = self.declare("weight", (width,), whole((width,), ONES))
+        self.weight = self.declare("weight", (width,), replicated((width,), ONES))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(x) * self.weight
@@ -66,15 +66,15 @@ def network(seed: int = 3) -> nn.Sequential:
 
 def fill(model: Model, seed: int = 3) -> Model:
     """Fills shards with values that depend on the logical tensor alone, in any layout."""
-    for held in sharded_parameters(model):
-        held.parameter.data.zero_()
+    for param in sharded_parameters(model):
+        param.parameter.data.zero_()
         logical = torch.randn(
-            held.declared.shape,
-            generator=torch.Generator().manual_seed(seed + zlib.crc32(held.tensor.encode())),
+            param.declared.shape,
+            generator=torch.Generator().manual_seed(seed + zlib.crc32(param.tensor.encode())),
         )
-        for piece in held.declared.pieces:
-            region(held.parameter.data, piece.local, piece.size).copy_(
-                0.3 * region(logical, piece.start, piece.size)
+        for shard in param.declared.shards:
+            region(param.parameter.data, shard.local, shard.size).copy_(
+                0.3 * region(logical, shard.start, shard.size)
             )
     return model
 
@@ -104,11 +104,11 @@ def here(grid: Grid, device: torch.device = CPU) -> World:
 def parallel(
     zero: int = 0, grad: bool = False, param: bool = False, bucket: int = BUCKET
 ) -> OptimizerOptions:
-    return OptimizerOptions(zero, bucket, overlap_reduce=grad, overlap_gather=param, one_pass=True)
+    return OptimizerOptions(zero, bucket, overlap_reduce=grad, overlap_gather=param, fused=True)
 
 
 def global_norm(optimizer: AnyOptimizer) -> float:
-    return math.sqrt(float(all_reduce_(optimizer.squared_norm(), optimizer.world.everyone)))
+    return math.sqrt(float(all_reduce_(optimizer.squared_norm(), optimizer.world.all_ranks)))
 
 
 def one_step(
@@ -169,8 +169,8 @@ def collected(fragments: Iterable[Fragment], world: World) -> dict[str, Tensor]:
     """Assembles logical tensors from all ranks' fragments, which must cover each element once."""
     mine = [(f.tensor, f.shape, f.start, f.values.clone().cpu()) for f in fragments]
     found: list[Any] = [mine]
-    if world.everyone.size > 1:
-        found = [None] * world.everyone.size
+    if world.all_ranks.size > 1:
+        found = [None] * world.all_ranks.size
         dist.all_gather_object(found, mine)
     return assembled(itertools.chain.from_iterable(found))
 
@@ -210,8 +210,8 @@ def rows(
     """
     rest = shape[1:]
     zeros = (0,) * len(rest)
-    pieces = tuple(
+    shards = tuple(
         Shard((start, *zeros), (local, *zeros), (count, *rest), frozenset(replicated), frozenset(partial))
         for start, local, count, replicated, partial in blocks
     )
-    return ShardingSpec(shape, pieces, Initialization(), tensor)
+    return ShardingSpec(shape, shards, Initialization(), tensor)

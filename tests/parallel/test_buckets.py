@@ -21,31 +21,31 @@ def packed(shapes: dict[str, tuple[int, ...]], tied: tuple[str, ...] = ()) -> li
     )
 
 
-def plans(held: list[ShardedParameter], limit: int, rank: int = 0, copies: int = 1) -> list[Plan]:
-    """Plans buckets; dense parameters have `copies` replicas, experts a third as many."""
-    groups = {"replicas": Group(rank, copies), "expert_data": Group(rank // 3, max(1, copies // 3))}
-    return plan_buckets(held, limit, lambda axis: groups[axis])
+def plans(params: list[ShardedParameter], limit: int, rank: int = 0, replicas: int = 1) -> list[Plan]:
+    """Plans buckets; dense parameters have this many `replicas`, experts a third as many."""
+    groups = {"replicas": Group(rank, replicas), "expert_data": Group(rank // 3, max(1, replicas // 3))}
+    return plan_buckets(params, limit, lambda axis: groups[axis])
 
 
-def names(held: list[ShardedParameter], limit: int) -> list[list[str]]:
-    return [[slot.held.name for slot in plan.slots] for plan in plans(held, limit)]
+def names(params: list[ShardedParameter], limit: int) -> list[list[str]]:
+    return [[slot.param.name for slot in plan.slots] for plan in plans(params, limit)]
 
 
 def test_buckets_are_filled_from_the_end_with_decayed_parameters_first() -> None:
-    held = packed({"a": (8,), "b": (2, 8), "c": (8,), "d": (1, 8)})
-    assert names(held, limit=32) == [["d", "b", "c"], ["a"]]
-    assert names(held, limit=1000) == [["d", "b", "c", "a"]]
-    assert [plan.decayed for plan in plans(held, 32)] == [24, 0]
+    params = packed({"a": (8,), "b": (2, 8), "c": (8,), "d": (1, 8)})
+    assert names(params, limit=32) == [["d", "b", "c"], ["a"]]
+    assert names(params, limit=1000) == [["d", "b", "c", "a"]]
+    assert [plan.decayed for plan in plans(params, 32)] == [24, 0]
 
 
 def test_a_parameter_above_the_limit_is_alone() -> None:
-    held = packed({"a": (8,), "huge": (10, 10), "b": (8,)})
-    assert names(held, limit=32) == [["b"], ["huge"], ["a"]]
+    params = packed({"a": (8,), "huge": (10, 10), "b": (8,)})
+    assert names(params, limit=32) == [["b"], ["huge"], ["a"]]
 
 
 def test_alignment_counts_towards_the_limit() -> None:
-    held = packed({"a": (1,), "b": (1,), "c": (1,)})
-    assert names(held, limit=16) == [["c", "b"], ["a"]]
+    params = packed({"a": (1,), "b": (1,), "c": (1,)})
+    assert names(params, limit=16) == [["c", "b"], ["a"]]
 
 
 def test_each_tied_parameter_has_a_bucket_of_its_own() -> None:
@@ -57,8 +57,8 @@ def test_each_tied_parameter_has_a_bucket_of_its_own() -> None:
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 8])
 def test_slots_are_aligned_and_shares_tile_the_bucket(replicas: int) -> None:
-    held = packed({"a": (3, 5), "b": (7,), "c": (4, 4), "d": (1,)})
-    of_ranks = [plans(held, 40, rank, replicas) for rank in range(replicas)]
+    params = packed({"a": (3, 5), "b": (7,), "c": (4, 4), "d": (1,)})
+    of_ranks = [plans(params, 40, rank, replicas) for rank in range(replicas)]
     for number, plan in enumerate(of_ranks[0]):
         assert plan.size % (ALIGNMENT * replicas) == 0
         assert all(slot.span.first % ALIGNMENT == 0 for slot in plan.slots)
@@ -70,19 +70,19 @@ def test_slots_are_aligned_and_shares_tile_the_bucket(replicas: int) -> None:
 
 
 def test_experts_have_buckets_and_shares_of_their_own() -> None:
-    held = packed({"a": (8,), "experts": (2, 8, 4), "b": (8,), "more": (2, 8, 4), "c": (8,)})
+    params = packed({"a": (8,), "experts": (2, 8, 4), "b": (8,), "more": (2, 8, 4), "c": (8,)})
     sparse = [
-        dataclasses.replace(h, declared=dataclasses.replace(h.declared, copies="expert_data"))
-        if len(h.declared.shape) == 3
-        else h
-        for h in held
+        dataclasses.replace(p, declared=dataclasses.replace(p.declared, replica_axis="expert_data"))
+        if len(p.declared.shape) == 3
+        else p
+        for p in params
     ]
-    found = plans(sparse, 1000, rank=4, copies=6)
-    assert [[slot.held.name for slot in plan.slots] for plan in found] == [
+    found = plans(sparse, 1000, rank=4, replicas=6)
+    assert [[slot.param.name for slot in plan.slots] for plan in found] == [
         ["c", "b", "a"],
         ["more", "experts"],
     ]
-    assert [(plan.copies.rank, plan.copies.size) for plan in found] == [(4, 6), (1, 2)]
+    assert [(plan.replica_group.rank, plan.replica_group.size) for plan in found] == [(4, 6), (1, 2)]
     assert found[1].own_share() == Span(64, 128)
 
 
@@ -115,8 +115,8 @@ def test_bf16_weights_have_an_exact_master_and_nothing_more(sharded: bool) -> No
     exact = torch.zeros(plan.size)
     values = dict(twin.named_parameters())
     for slot in plan.slots:
-        slot.span.of(exact).copy_(values[slot.held.name].detach().flatten())
-        assert torch.equal(slot.held.parameter, values[slot.held.name].bfloat16())
+        slot.span.of(exact).copy_(values[slot.param.name].detach().flatten())
+        assert torch.equal(slot.param.parameter, values[slot.param.name].bfloat16())
     assert torch.equal(bucket.master, bucket.kept.of(exact))
     assert storage_bytes([bucket.master]) == 4 * len(bucket.kept)
     assert storage_bytes([bucket.weights, *model.parameters()]) == 2 * bucket.size
@@ -165,14 +165,14 @@ def test_views_that_are_whole_together_are_one_run() -> None:
         assert torch.equal(elements, expected)
 
 
-def test_pieces_of_a_span_are_the_parameters_elements() -> None:
+def test_fragments_of_a_span_are_the_parameters_elements() -> None:
     model = fill(Prescribed({"w": ((4, 6), rows((9, 6), (5, 0, 2, (), ()), (1, 3, 1, (), ())))}))
     plan = plans(sharded_parameters(model), 100)[0]
     bucket = Bucket(plan, torch.float32, sharded=False)
     found = torch.zeros(9, 6)
     for first, last in ((0, 3), (3, 13), (13, 24)):
         span = Span(first, last)
-        for _, fragment in plan.pieces(span, span.of(bucket.weights), first):
+        for _, fragment in plan.fragments(span, span.of(bucket.weights), first):
             index = tuple(slice(i, i + n) for i, n in zip(fragment.start, fragment.values.shape))
             found[index] += fragment.values
     expected = torch.zeros(9, 6)

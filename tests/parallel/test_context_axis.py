@@ -42,7 +42,7 @@ def test_parts_and_order_undo_each_other(ranks: int) -> None:
 
 @distributed(world=2)
 @pytest.mark.parametrize("through_host", [False, True])
-def test_what_is_passed_on_need_not_be_contiguous(through_host: bool) -> None:
+def test_ring_exchange_of_non_contiguous_tensors(through_host: bool) -> None:
     group = Group(dist.get_rank(), 2, dist.group.WORLD, through_host)
     mine = torch.arange(6).view(2, 3) + 10 * group.rank
     arrived = start_ring_exchange(mine.mT, group, 1).wait()

@@ -68,7 +68,7 @@ def test_an_error_in_a_stage_ends_all_ranks() -> None:
         ((3, 4, 3, 2), "in other shapes"),
     ],
 )
-def test_ranks_with_other_shapes_are_told(other: tuple[int, ...], reason: str) -> None:
+def test_ranks_with_other_shapes_are_an_error(other: tuple[int, ...], reason: str) -> None:
     with pytest.raises(RanksFailed, match=f"{reason}.*must see the same micro-batches"):
         run_distributed(with_own_lengths, 2, lengths=((3, 3, 3, 3), other))
 

@@ -123,7 +123,7 @@ def measured(kind: str, virtual: int, bug: str = "") -> dict[str, int]:
 def test_as_many_micro_batches_live_as_the_checker_promises(kind: str, ranks: int, virtual: int) -> None:
     found = run_distributed(measured, ranks, kind=kind, virtual=virtual)
     checked = check(training_schedule(kind, ranks, virtual, MICRO_BATCHES))
-    promised = checked.alive
+    promised = checked.in_flight
     assert tuple(rank["graphs"] for rank in found) == promised
     assert tuple(rank["deferred"] for rank in found) == checked.deferred
     if kind in ("gpipe", "1f1b"):
@@ -153,13 +153,13 @@ def test_an_output_that_is_kept_is_noticed() -> None:
     assert found[0]["outputs"] == MICRO_BATCHES
 
 
-def test_sent_tensors_are_let_go_as_the_step_goes_on() -> None:
+def test_sent_tensors_are_freed_during_the_step() -> None:
     right = run_distributed(measured, 2, kind="1f1b", virtual=1)
     assert max(rank["under way"] for rank in right) <= 2
     kept = run_distributed(measured, 2, kind="1f1b", virtual=1, bug="sends are kept to the end")
     assert min(rank["under way"] for rank in kept) >= MICRO_BATCHES - 1
 
 
-def test_what_is_left_over_ends_the_step_with_an_error() -> None:
+def test_leftover_activations_are_an_error() -> None:
     with pytest.raises(RanksFailed, match="left over at the end of a step"):
         run_distributed(measured, 2, kind="1f1b", virtual=1, bug="nothing is released")

@@ -207,19 +207,19 @@ def their_orders(kind: str, virtual: int, micro_batches: int) -> list[list[Compu
 
 @pytest.mark.parametrize(
     # Torch's zero-bubble schedule with virtual stages fills the pipeline with fewer micro-batches than ours.
-    ("kind", "alive"),
+    ("kind", "in_flight"),
     [("zero-bubble", (11, 8)), ("zbv", (8, 8)), ("dualpipev", (9, 9))],
 )
-def test_orders_are_those_of_torchs_own_pipelining(kind: str, alive: tuple[int, int]) -> None:
+def test_orders_are_those_of_torchs_own_pipelining(kind: str, in_flight: tuple[int, int]) -> None:
     """Four ranks with two stages each take the time of torch's schedule, with the same order of forwards.
 
-    `alive`: the most micro-batches alive, here and in torch.
+    `in_flight`: the most micro-batches in flight, here and in torch.
     """
     mine = training_schedule(kind, 4, 2, MICRO_BATCHES)
     found = run_distributed(their_orders, 4, kind=kind, virtual=2, micro_batches=MICRO_BATCHES)[0]
     other = add_communication(mine.placement, MICRO_BATCHES, found)
     assert check(mine).time == check(other).time
-    assert (max(check(mine).alive), max(check(other).alive)) == alive
+    assert (max(check(mine).in_flight), max(check(other).in_flight)) == in_flight
     for rank, theirs in enumerate(found):
         own = [(a.kind, a.stage, a.micro_batch) for a in mine.actions[rank] if a.kind in KINDS.values()]
         if kind == "dualpipev":

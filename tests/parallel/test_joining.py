@@ -27,7 +27,7 @@ def test_nccl_serves_processes_with_a_gpu_each() -> None:
     assert not all_gpus_distinct(["a", gpu_of(CPU)])
 
 
-def test_a_gpu_is_known_by_what_it_is_and_not_by_its_number_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_is_identified_by_its_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under Slurm every task may see its GPU as device 0."""
     names = iter([("NVIDIA H100", "one"), ("NVIDIA H100", "two"), ("NVIDIA A100 MIG 1g.5g", "three")])
 
@@ -67,14 +67,14 @@ def left_by(failed: bool, backend: str, monkeypatch: pytest.MonkeyPatch) -> list
     return calls
 
 
-def test_a_rank_that_fails_does_not_wait_for_what_it_began(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_rank_aborts_its_pending_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     mixed = "cpu:gloo,cuda:nccl"
     assert left_by(True, mixed, monkeypatch) == ["broken off"]
     assert left_by(False, mixed, monkeypatch) == ["destroyed"]
     assert left_by(True, "cpu:gloo,cuda:gloo", monkeypatch) == ["destroyed"]
 
 
-def test_what_ended_a_run_is_not_covered_by_how_it_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abort_error_does_not_hide_the_first_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
         raise dist.DistBackendError("ProcessGroup abort timed out")
 

@@ -138,7 +138,7 @@ def test_channels_wait_no_longer_than_collectives() -> None:
     channels = open_channels(world, looped_placement(2, 1))
     world.set_timeout(0.5, channels.values())
     store = dist.distributed_c10d._get_default_store()
-    if world.everyone.rank == 0:
+    if world.all_ranks.rank == 0:
         with pytest.raises(RuntimeError, match="Timed out"):
             dist.all_reduce(torch.zeros(1), group=channels[False, False])
         store.set("seen", "yes")

@@ -103,7 +103,7 @@ def test_a_step_ends_under_the_rules_of_nccl(name: str) -> None:
         ("experts, 1f1b", "receives one computation ahead", True),
     ],
 )
-def test_what_gloo_forgives_is_seen(name: str, bug: str, synchronising: bool) -> None:
+def test_deadlocks_that_gloo_tolerates_are_found(name: str, bug: str, synchronising: bool) -> None:
     ranks, words = LAYOUTS[name]
     records = run_distributed(recorded, ranks, words=f"{LLAMA} {words}", bug=bug, timeout=240.0)
     assert problem_of(records, synchronising) is not None
@@ -145,7 +145,7 @@ def calls(*told: tuple[str, ...]) -> list[Call]:
         ([calls(("c", "sum 3")), calls(("c", "sum 4"))], "call 0 of"),
     ],
 )
-def test_the_judge_sees_what_would_hang(records: Sequence[Any], words: str) -> None:
+def test_hanging_orders_are_found(records: Sequence[Any], words: str) -> None:
     problem = problem_of(records)
     assert problem is not None and problem.startswith(words)
 

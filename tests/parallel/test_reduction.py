@@ -115,7 +115,7 @@ def with_bug(bug: str, zero: int, param: bool = False) -> dict[str, Any]:
 def plant(bug: str) -> None:
     """Plants a bug in the optimizer of this process."""
     if bug == "no gather":
-        Optimizer._publish = lambda self, rounded=False: None  # type: ignore[method-assign]
+        Optimizer._update_model_weights = lambda self, rounded=False: None  # type: ignore[method-assign]
     if bug == "no reduction":
         collectives.dist.all_reduce = lambda *a, **k: SimpleNamespace(  # type: ignore[assignment]
             wait=lambda: None
@@ -222,7 +222,7 @@ def test_ranks_whose_gradients_come_in_another_order_or_not_at_all_agree(zero: i
     Rank 0 has no gradient of two parameters in the first pass, rank 1 in the second.
     """
     world = here(Grid(data=2))
-    rank = world.everyone.rank
+    rank = world.all_ranks.rank
     recorder = recorded()
     model = prescribed()
     optimizer = Optimizer({0: model}, world, OPTIM, parallel(zero, grad=True, bucket=8), torch.float32)
@@ -367,7 +367,7 @@ def test_a_bad_gradient_on_one_rank_reaches_every_rank(zero: int, bad: float) ->
     optimizer = Optimizer({0: model}, world, OPTIM, parallel(zero, bucket=30), torch.float32)
     before = collected(optimizer.fragments(owned_only=True), world)
     wanted = gradients(0, 0)
-    if world.everyone.rank == 1:
+    if world.all_ranks.rank == 1:
         wanted["d"][8] = bad
     backward(model, optimizer, [wanted])
     norm = global_norm(optimizer)

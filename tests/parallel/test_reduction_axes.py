@@ -26,7 +26,7 @@ Parameters = dict[str, tuple[Shape, ShardingSpec]]
 
 
 def columns(at: int) -> ShardingSpec:
-    """Two of four columns, in the middle of a parameter: a piece that is not contiguous in memory."""
+    """Two of four columns, in the middle of a parameter: a shard that is not contiguous in memory."""
     return ShardingSpec((4, 4), (Shard((0, 2 * at), (0, 1), (4, 2)),), Initialization())
 
 
@@ -45,7 +45,7 @@ def block(at: Coordinates) -> Parameters:
         "padded": ((4, 3), rows((7, 3), (4 * t, 0, 4 - t, (), ()))),
         "columns": ((4, 4), columns(t)),
     }
-    return {n: (s, ShardingSpec(d.shape, d.pieces, d.initial, on + n)) for n, (s, d) in kinds.items()}
+    return {n: (s, ShardingSpec(d.shape, d.shards, d.initial, on + n)) for n, (s, d) in kinds.items()}
 
 
 def tied(at: Coordinates, grid: Grid) -> Parameters:
@@ -76,9 +76,9 @@ def index(grid: Grid, at: Coordinates, axis: Axis) -> int:
     return places[axis]
 
 
-def contribution(grid: Grid, at: Coordinates, tensor: str, shape: Shape, piece: Shard, number: int) -> Tensor:
+def contribution(grid: Grid, at: Coordinates, tensor: str, shape: Shape, shard: Shard, number: int) -> Tensor:
     """Draws one rank's gradient of a logical tensor: small integers, so that sums are exact."""
-    places = [index(grid, at, axis) for axis in sorted(piece.partial_over)]
+    places = [index(grid, at, axis) for axis in sorted(shard.partial_over)]
     text = f"{tensor} {at.data} {at.context} {places} {number}"
     generator = torch.Generator().manual_seed(zlib.crc32(text.encode()))
     return torch.randint(-9, 10, shape, generator=generator).float()
@@ -86,11 +86,11 @@ def contribution(grid: Grid, at: Coordinates, tensor: str, shape: Shape, piece: 
 
 def local_gradients(grid: Grid, at: Coordinates, model: Prescribed, number: int) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
-    for held in sharded_parameters(model):
-        found[held.name] = torch.full(held.parameter.shape, PADDING)
-        for piece in held.declared.pieces:
-            logical = contribution(grid, at, held.tensor, held.declared.shape, piece, number)
-            region(found[held.name], piece.local, piece.size).copy_(region(logical, piece.start, piece.size))
+    for param in sharded_parameters(model):
+        found[param.name] = torch.full(param.parameter.shape, PADDING)
+        for shard in param.declared.shards:
+            logical = contribution(grid, at, param.tensor, param.declared.shape, shard, number)
+            region(found[param.name], shard.local, shard.size).copy_(region(logical, shard.start, shard.size))
     return found
 
 
@@ -99,14 +99,14 @@ def expected_gradients(grid: Grid, numbers: int) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for rank in range(grid.world_size):
         at = grid.coordinates(rank)
-        for held in sharded_parameters(Prescribed(parameters(grid, at))):
-            total = found.setdefault(f"gradients/{held.tensor}", torch.zeros(held.declared.shape))
-            for piece in held.declared.pieces:
-                if any(index(grid, at, axis) for axis in piece.replicated_over - piece.partial_over):
+        for param in sharded_parameters(Prescribed(parameters(grid, at))):
+            total = found.setdefault(f"gradients/{param.tensor}", torch.zeros(param.declared.shape))
+            for shard in param.declared.shards:
+                if any(index(grid, at, axis) for axis in shard.replicated_over - shard.partial_over):
                     continue
                 for number in range(numbers):
-                    logical = contribution(grid, at, held.tensor, held.declared.shape, piece, number)
-                    region(total, piece.start, piece.size).add_(region(logical, piece.start, piece.size))
+                    logical = contribution(grid, at, param.tensor, param.declared.shape, shard, number)
+                    region(total, shard.start, shard.size).add_(region(logical, shard.start, shard.size))
     return found
 
 
@@ -147,15 +147,15 @@ def check_own(optimizer: Optimizer, gradients: dict[str, Tensor]) -> None:
 
 
 def check_weights(model: Prescribed, state: dict[str, Tensor]) -> None:
-    for held in sharded_parameters(model):
-        uncovered = held.parameter.detach().clone()
-        for piece in held.declared.pieces:
-            mine = region(uncovered, piece.local, piece.size)
-            assert torch.equal(mine, region(state[f"weights/{held.tensor}"], piece.start, piece.size)), (
-                held.name
+    for param in sharded_parameters(model):
+        uncovered = param.parameter.detach().clone()
+        for shard in param.declared.shards:
+            mine = region(uncovered, shard.local, shard.size)
+            assert torch.equal(mine, region(state[f"weights/{param.tensor}"], shard.start, shard.size)), (
+                param.name
             )
             mine.zero_()
-        assert uncovered.abs().sum() == 0, f"the padding of {held.name} moved"
+        assert uncovered.abs().sum() == 0, f"the padding of {param.name} moved"
 
 
 def plant(bug: str) -> None:
@@ -173,7 +173,7 @@ def plant(bug: str) -> None:
     if bug == "counted twice":
         World.is_first_of = lambda self, axes: True  # type: ignore[method-assign]
     if bug == "tied among others":
-        optimizer_module.plan_buckets = lambda held, limit, group_of: [_plan(held, group_of("replicas"))]
+        optimizer_module.plan_buckets = lambda params, limit, group_of: [_plan(params, group_of("replicas"))]
 
 
 def assert_right(found: dict[str, Any], grid: Grid) -> None:
@@ -277,7 +277,7 @@ def build_at_odds() -> str:
     mine = parameters(TENSOR, world.at)
     if world.at.tensor == 1:
         shape, declared = mine["partial"]
-        whole_sums = tuple(Shard(p.start, p.local, p.size, p.replicated_over) for p in declared.pieces)
+        whole_sums = tuple(Shard(p.start, p.local, p.size, p.replicated_over) for p in declared.shards)
         mine["partial"] = (shape, ShardingSpec(declared.shape, whole_sums, declared.initial, declared.tensor))
     try:
         Optimizer({0: fill(Prescribed(mine))}, world, OPTIM, parallel(0), torch.float32)

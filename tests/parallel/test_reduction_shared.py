@@ -89,7 +89,7 @@ def test_the_gradient_is_the_sum_of_both_uses(zero: int, overlap: bool, order: s
     stages = two_stages()
     optimizer = Optimizer(stages, world, OPTIM, parallel(zero, overlap, overlap, bucket=8), torch.float32)
     for step in range(2):
-        run(stages, optimizer, order, world.everyone.rank)
+        run(stages, optimizer, order, world.all_ranks.rank)
         found = collected(optimizer.gradients(owned_only=True), world)
         wanted = expected(order, 2)
         assert found.keys() == wanted.keys()
@@ -114,7 +114,7 @@ def reductions_of_the_table(world: World, order: str) -> Counter[int]:
         setattr(reduction_module, name, counting)
     stages = two_stages()
     optimizer = Optimizer(stages, world, OPTIM, parallel(2, bucket=8), torch.float32)
-    run(stages, optimizer, order, world.everyone.rank)
+    run(stages, optimizer, order, world.all_ranks.rank)
     return seen
 
 

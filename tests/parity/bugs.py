@@ -37,7 +37,7 @@ from pentatron.nn.linear import (
 )
 from pentatron.nn.loss import _SplitCrossEntropy
 from pentatron.nn.norm import LayerNorm, RMSNorm
-from pentatron.ops.linear import DeferredGradients, Product, outer_products
+from pentatron.ops.linear import DeferredGradients, Product, weight_gradient
 from pentatron.optim.optimizer import Optimizer
 from pentatron.parallel.axes import TensorAxis
 from pentatron.parallel.collectives import Group, Pending
@@ -94,7 +94,7 @@ def gate_and_up_cut_as_one() -> None:
     def contiguous(
         self: Any, inputs: int, outputs: int, rows: Sequence[Rows], bias: bool, axis: TensorAxis
     ) -> None:
-        if len(rows) == 2 and not any(r.copies for r in rows):
+        if len(rows) == 2 and not any(r.is_replicated for r in rows):
             rows = even_rows(outputs, axis)
         build(self, inputs, outputs, rows, bias, axis)
 
@@ -266,12 +266,12 @@ def key_gradients_left_on_the_way() -> None:
 
 
 def loss_of_one_context_rank() -> None:
-    count_once = step_module._count_once
+    zero = step_module._zero_unless_first_tensor_rank
 
     def first_alone(loss: Tensor, world: World) -> Tensor:
-        return count_once(loss, world) * world.is_first_of(("context",))
+        return zero(loss, world) * world.is_first_of(("context",))
 
-    step_module._count_once = first_alone
+    step_module._zero_unless_first_tensor_rank = first_alone
 
 
 def deferred_weight_gradient_lost() -> None:
@@ -305,7 +305,7 @@ def tied_head_without_a_gradient() -> None:
     def half_tied(head: OutputLayer, *sizes: Any, **given: Any) -> None:
         build(head, *sizes, **given)
         if given.get("shared") is not None:
-            head.multiplied = lambda x, bias=None: F.linear(x, head.weight.detach())  # type: ignore[method-assign]
+            head.apply_weight = lambda x, bias=None: F.linear(x, head.weight.detach())  # type: ignore[method-assign]
 
     OutputLayer.__init__ = half_tied  # type: ignore[method-assign]
 
@@ -315,7 +315,7 @@ def deferred_gradient_for_a_copy() -> None:
 
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         x, weight = ctx.saved_tensors
-        assert ctx.deferred.take(Product(weight, outer_products, gradients[0], x))
+        assert ctx.deferred.take(Product(weight, weight_gradient, gradients[0], x))
         return gradients[0] @ weight, None, None, None
 
     deferral_module._Linear.backward = staticmethod(backward)  # type: ignore[method-assign]

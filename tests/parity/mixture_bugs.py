@@ -26,10 +26,10 @@ def forget_partial(chosen: Callable[[Any, str], bool]) -> None:
 
     def forgetful(self: Any, name: str, shape: tuple[int, ...], declared: ShardingSpec) -> Any:
         if chosen(self, name):
-            pieces = tuple(
-                type(p)(p.start, p.local, p.size, p.replicated_over, frozenset()) for p in declared.pieces
+            shards = tuple(
+                type(p)(p.start, p.local, p.size, p.replicated_over, frozenset()) for p in declared.shards
             )
-            declared = dataclasses.replace(declared, pieces=pieces)
+            declared = dataclasses.replace(declared, shards=shards)
         return declare(self, name, shape, declared)
 
     ShardedModule.declare = forgetful  # type: ignore[method-assign]
@@ -74,10 +74,10 @@ def expert_gradients_divided_by_the_wrong_number() -> None:
 
     def divided(self: FullReduction) -> None:
         finish(self)
-        most = max(bucket.copies.size for bucket in self.buckets)
-        for held in self.held:
-            if held.holder.values is not None:
-                held.holder.values.mul_(held.bucket.copies.size / most)
+        most = max(bucket.replica_group.size for bucket in self.buckets)
+        for kept in self.slices:
+            if kept.storage.values is not None:
+                kept.storage.values.mul_(kept.bucket.replica_group.size / most)
 
     FullReduction.finish = divided  # type: ignore[method-assign]
 
@@ -88,10 +88,10 @@ def expert_gradients_summed_with_dense_ones() -> None:
 
     def with_all(self: FullReduction) -> None:
         finish(self)
-        of_dense = max((bucket.copies for bucket in self.buckets), key=lambda group: group.size)
-        for held in self.held:
-            if held.bucket.copies.size < of_dense.size:
-                all_reduce_(held.holder.in_fp32(held.bucket.weights.device), of_dense)
+        of_dense = max((bucket.replica_group for bucket in self.buckets), key=lambda group: group.size)
+        for kept in self.slices:
+            if kept.bucket.replica_group.size < of_dense.size:
+                all_reduce_(kept.storage.in_fp32(kept.bucket.weights.device), of_dense)
 
     FullReduction.finish = with_all  # type: ignore[method-assign]
 
@@ -101,13 +101,15 @@ def expert_norm_counted_on_the_first_tensor_rank() -> None:
     counted = Optimizer._norm_views
 
     def fewer(self: Optimizer) -> list[GradientView]:
-        everything = self._held
+        everything = self._slices
         if self.world.tensor.rank > 0:
-            self._held = [
-                held for held in everything if held.bucket.plan.slots[0].held.declared.copies != "expert_data"
+            self._slices = [
+                kept
+                for kept in everything
+                if kept.bucket.plan.slots[0].param.declared.replica_axis != "expert_data"
             ]
         found = counted(self)
-        self._held = everything
+        self._slices = everything
         return found
 
     Optimizer._norm_views = fewer  # type: ignore[method-assign]
@@ -122,25 +124,25 @@ def router_gradients_not_summed() -> None:
 
 
 def bias_moved_by_local_counts() -> None:
-    settle = RouterLoad.settle
+    finish_step = RouterLoad.finish_step
 
     def local(self: RouterLoad, numbers: Tensor) -> None:
-        settle(self, self.numbers())
+        finish_step(self, self.tally())
 
-    RouterLoad.settle = local  # type: ignore[method-assign]
+    RouterLoad.finish_step = local  # type: ignore[method-assign]
 
 
 def expert_gate_and_up_cut_as_one() -> None:
     """A rank that has a part of an expert takes consecutive rows of [gate; up]."""
     build = experts_module.ExpertLinear.__init__
 
-    def contiguous(self: Any, shape: Any, local: Any, pieces: tuple[Shard, ...], *others: Any) -> None:
-        if len(pieces) == 2 and shape[1] > local[1]:
-            first = pieces[0]
+    def contiguous(self: Any, shape: Any, local: Any, shards: tuple[Shard, ...], *others: Any) -> None:
+        if len(shards) == 2 and shape[1] > local[1]:
+            first = shards[0]
             part = first.start[1] // first.size[1]
             start = (first.start[0], part * local[1], 0)
-            pieces = (Shard(start, (0, 0, 0), (first.size[0], local[1], local[2])),)
-        build(self, shape, local, pieces, *others)
+            shards = (Shard(start, (0, 0, 0), (first.size[0], local[1], local[2])),)
+        build(self, shape, local, shards, *others)
 
     experts_module.ExpertLinear.__init__ = contiguous  # type: ignore[method-assign]
 

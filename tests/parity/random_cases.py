@@ -16,7 +16,7 @@ from pentatron.settings.declaration import Setting
 from pentatron.settings.entry_points import PRETRAIN_GPT
 from pentatron.settings.run_config import RunConfig
 from pentatron.text import divisors
-from tests.parity.dice import Dice, available
+from tests.parity.random_choice import Dice, available
 from tests.parity.random_experts import draw_experts
 from tests.support import resolved
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from pentatron.text import divisors
-from tests.parity.dice import Dice, available
+from tests.parity.random_choice import Dice, available
 
 
 def draw_experts(dice: Dice, stage: int, tensor: int, layers: int) -> Iterable[str]:

@@ -13,7 +13,7 @@ from pentatron.checkpoint.load import load_fragments
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.compare.trial import SentFragment, copy_fragments, micro_batches, perturb_norms_and_biases
 from pentatron.optim.build import AnyOptimizer, build_optimizer
-from pentatron.optim.schedule import learning_rate
+from pentatron.optim.lr_schedules import learning_rate
 from pentatron.parallel.sharding import Fragment
 from pentatron.parallel.world import World
 from pentatron.settings.run_config import RunConfig
@@ -85,7 +85,7 @@ def save_on_a_rank(words: str, folder: Path) -> Continued:
     config, world, model, optimizer = _build(words)
     _go_on(config, world, model, optimizer, 0, SAVED_AFTER)
     store = CheckpointStore(folder, keep=None)
-    store.save(SAVED_AFTER, _kept(model, optimizer), {}, {}, config.nested(), world.everyone)
+    store.save(SAVED_AFTER, _kept(model, optimizer), {}, {}, config.nested(), world.all_ranks)
     state = copy_fragments(_kept(model, optimizer))
     return Continued(state, _go_on(config, world, model, optimizer, SAVED_AFTER, AFTERWARDS))
 
@@ -97,7 +97,7 @@ def load_on_a_rank(words: str, folder: Path, bug: str = "") -> Continued:
     found, complaints = CheckpointStore(folder, keep=None).newest_valid(verify=True, set_aside=False)
     assert found is not None, complaints
     load_fragments(found.folder, found.manifest, _kept(model, optimizer, owned_only=False))
-    optimizer.loaded(SAVED_AFTER)
+    optimizer.after_load(SAVED_AFTER)
     state = copy_fragments(_kept(model, optimizer))
     return Continued(state, _go_on(config, world, model, optimizer, SAVED_AFTER, AFTERWARDS))
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from pentatron.compare.trial import Trajectory, gaps
 from pentatron.data.gpt_dataset import next_token_sample
 from pentatron.data.loader import Batch, collate
-from pentatron.data.sampling import Boundaries
+from pentatron.data.sample_index import Boundaries
 from pentatron.layout.documents import DocumentStarts
 from pentatron.models.causal_lm import CausalLM, build_model
 from pentatron.nn import context_attention
@@ -21,7 +21,7 @@ from pentatron.train.model import ParallelModel, build_parallel_model
 from pentatron.train.step import evaluate
 from tests.harness import run_distributed
 from tests.parity.cases import FAMILIES, Layout
-from tests.parity.net import SHORT, TIMEOUT, on_one_process, reference, spread
+from tests.parity.references import SHORT, TIMEOUT, on_one_process, reference, spread
 from tests.parity.trajectory import here, on_a_rank
 from tests.parity.verdicts import disagreements, failures
 from tests.support import resolved

@@ -10,7 +10,7 @@ from pentatron.nn import attention, context_attention
 from pentatron.nn.attention_blocks import Block
 from tests.harness import run_distributed
 from tests.parity.cases import Layout
-from tests.parity.net import SHORT, TIMEOUT, on_one_process, reference, spread
+from tests.parity.references import SHORT, TIMEOUT, on_one_process, reference, spread
 from tests.parity.trajectory import on_a_rank
 from tests.parity.verdicts import disagreements, failures
 

@@ -12,10 +12,10 @@ import torch
 import tests.parity.fuzzing as fuzzing
 from pentatron.errors import UserError
 from pentatron.settings.run_config import RunConfig
-from tests.parity import ledger
-from tests.parity.dice import available
+from tests.parity import fuzz_log
 from tests.parity.fuzzing import Campaign, Margins, Tally, judged, replay_command, shrunk
 from tests.parity.random_cases import Case, draw, read_case
+from tests.parity.random_choice import available
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -201,27 +201,27 @@ def test_a_failing_case_is_made_smaller() -> None:
 
 
 def test_the_page_says_what_the_ledger_has() -> None:
-    entries = ledger.read(ROOT / ledger.LEDGER)
+    entries = fuzz_log.read(ROOT / fuzz_log.PATH)
     page = (ROOT / "docs/parity.md").read_text(encoding="utf-8")
-    assert page == ledger.renewed(page, entries), "run make fuzz, or make parity"
+    assert page == fuzz_log.renewed(page, entries), "run make fuzz, or make parity"
     assert f" {sum(e.cases for e in entries)} cases have been run" in page
 
 
 def test_the_ledger_adds_up(tmp_path: Path) -> None:
     book = tmp_path / "fuzz.csv"
-    assert ledger.read(book) == []
+    assert fuzz_log.read(book) == []
     entries = [
-        ledger.Entry("2030-01-01", 1, 100, 9, 0, "2.13.0"),
-        ledger.Entry("2030-01-02", 2, 50, 4, 3, "2.13.0"),
-        ledger.Entry("2030-01-03", 3, 7, 1, 0, "2.13.0"),
+        fuzz_log.Entry("2030-01-01", 1, 100, 9, 0, "2.13.0"),
+        fuzz_log.Entry("2030-01-02", 2, 50, 4, 3, "2.13.0"),
+        fuzz_log.Entry("2030-01-03", 3, 7, 1, 0, "2.13.0"),
     ]
     for entry in entries:
-        ledger.append(book, entry)
-    assert ledger.read(book) == entries
-    told = ledger.section(entries)
+        fuzz_log.append(book, entry)
+    assert fuzz_log.read(book) == entries
+    told = fuzz_log.section(entries)
     assert "157 cases" in told and "14 more" in told and "3 did not agree" in told
     assert "the 7 cases since" in told
-    assert ledger.section(entries[:1]).rstrip().endswith("All of them agree.")
-    page = ledger.renewed("# Parity\n\nA table.\n", entries[:1])
+    assert fuzz_log.section(entries[:1]).rstrip().endswith("All of them agree.")
+    page = fuzz_log.renewed("# Parity\n\nA table.\n", entries[:1])
     assert page.startswith("# Parity\n\nA table.\n\n## Random cases\n")
-    assert ledger.renewed(page, entries) == ledger.renewed("# Parity\n\nA table.\n", entries)
+    assert fuzz_log.renewed(page, entries) == fuzz_log.renewed("# Parity\n\nA table.\n", entries)

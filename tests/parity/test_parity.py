@@ -12,7 +12,7 @@ from pentatron.compare.trial import gaps
 from tests.parity.bugs import BUGS
 from tests.parity.cases import FAMILIES, LAYOUTS, MIXTURES, Layout
 from tests.parity.mixtures import MIXTURE_LAYOUTS
-from tests.parity.net import BY_NAME, named, reference, spread
+from tests.parity.references import BY_NAME, named, reference, spread
 from tests.parity.verdicts import disagreements, failures
 from tests.support import resolved
 

@@ -103,7 +103,7 @@ def test_any_layout_loads_what_any_other_saved(pair: Pair, folder: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["tp2 sp dp2 zero1", "tp2 sp dp2 zero3"])
-def test_the_same_layout_goes_on_bit_for_bit(name: str, folder: Path) -> None:
+def test_resume_in_the_same_layout_is_bitwise_equal(name: str, folder: Path) -> None:
     layout = BY_NAME[name]
     before = saved("qwen3", layout, folder)
     after = loaded(Pair("qwen3", layout, layout), folder)

@@ -305,7 +305,7 @@ def deferred_on_a_rank(words: str) -> int:
         f"{TP} 2 {SP} {PP} 2 {SELECTIVE} core_attn mlp layernorm",
     ],
 )
-def test_what_waits_for_weight_gradients(words: str) -> None:
+def test_memory_held_for_deferred_weight_gradients(words: str) -> None:
     """Between its halves a backward keeps each linear layer's input and the gradient of its output."""
     command = f"{SHAPE} {FAMILIES['llama']} --micro-batch-size 1 {words} --pipeline-schedule zero-bubble"
     ranks = 2 if TP not in words else 4

@@ -11,7 +11,7 @@ def disagreements(ranks: Sequence[Trajectory]) -> list[str]:
     return [
         f"{region[0]} on rank {number}"
         for number, rank in enumerate(ranks)
-        for region, digest in rank.held.items()
+        for region, digest in rank.weight_digests.items()
         if digests.setdefault(region, digest) != digest
     ]
 

@@ -100,10 +100,10 @@ def compared(case: Case) -> Iterator[Row]:
 
 def _rows(at: int, planned: RankMemory, found: list[Measured]) -> Iterator[Row]:
     pairs = {
-        "weights": planned.held.weights,
-        "gradients": planned.held.gradients,
-        "optimizer": planned.held.optimizer,
-        "host": planned.held.host,
+        "weights": planned.static.weights,
+        "gradients": planned.static.gradients,
+        "optimizer": planned.static.optimizer,
+        "host": planned.static.host,
         "activations": planned.activations + planned.logits,
     }
     for what, number in pairs.items():

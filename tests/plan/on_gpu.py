@@ -12,11 +12,11 @@ from pentatron.optim.build import build_optimizer
 from pentatron.parallel.world import single_process
 from pentatron.plan import activations
 from pentatron.plan.memory import RankMemory, memory_of
-from pentatron.plan.shape import Shape
+from pentatron.plan.sizes import PlanSizes
 from pentatron.settings.entry_points import PRETRAIN_GPT
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.run_config import RunConfig
-from pentatron.settings.settings import Facts
+from pentatron.settings.settings import ProcessFacts
 from pentatron.train.model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
 
@@ -44,16 +44,16 @@ class Measured:
 
 
 def configured(words: str) -> RunConfig:
-    return resolve(gather(f"{_STEP} {words}".split(), PRETRAIN_GPT), Facts(1, 1, 1)).config
+    return resolve(gather(f"{_STEP} {words}".split(), PRETRAIN_GPT), ProcessFacts(1, 1, 1)).config
 
 
 def planned(config: RunConfig) -> tuple[RankMemory, int]:
     """Returns planned memory of the run and the activations of one layer."""
-    shape = Shape(config, on_gpu=True)
+    sizes = PlanSizes(config, on_gpu=True)
     if config.memory.recompute_granularity == "full":
-        layer = shape.width * shape.local_tokens * shape.hidden
+        layer = sizes.element_bytes * sizes.local_tokens * sizes.hidden
     else:
-        layer = activations.layer_activations(shape, sparse=0 in shape.sparse_layers)
+        layer = activations.layer_activations(sizes, sparse=0 in sizes.sparse_layers)
     return memory_of(config, on_gpu=True).largest, layer
 
 

@@ -11,7 +11,7 @@ from pentatron.nn.compiled import CompileOptions
 from pentatron.nn.options import ModelOptions
 from pentatron.nn.recompute import recompute_of
 from pentatron.plan.activations import layer_activations
-from pentatron.plan.shape import Shape
+from pentatron.plan.sizes import PlanSizes
 from tests.support import LLAMA, resolved
 
 LENGTH, WIDTH = 128, 256
@@ -58,11 +58,11 @@ def kept_by_a_layer(words: str) -> int:
         pytest.param(f"{QWEN3} --recompute-granularity selective", marks=pytest.mark.sweep, id="core_attn"),
     ],
 )
-def test_a_compiled_layer_keeps_what_is_planned(words: str) -> None:
+def test_compiled_layer_keeps_the_planned_bytes(words: str) -> None:
     command = f"{SIZES} {words}"
-    planned = Shape(resolved(command).config)
+    planned = PlanSizes(resolved(command).config)
     assert planned.decisions.compilation.on
-    plain = layer_activations(Shape(resolved(f"{command} --compile off").config), sparse=False)
+    plain = layer_activations(PlanSizes(resolved(f"{command} --compile off").config), sparse=False)
     saves = LLAMA in words
     assert layer_activations(planned, sparse=False) == pytest.approx(kept_by_a_layer(command), rel=0.01)
     assert plain > 1.02 * layer_activations(planned, sparse=False) or not saves

@@ -6,13 +6,15 @@ from pentatron.plan.fit import megatron_estimate, megatron_estimate_line
 from pentatron.settings.entry_points import LAYOUT
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.run_config import RunConfig
-from pentatron.settings.settings import Facts
+from pentatron.settings.settings import ProcessFacts
 
 MB = 2**20
 
 
 def of(words: str, world: int) -> RunConfig:
-    return resolve(gather(words.split(), LAYOUT), Facts(world, world), built_only=False).config
+    return resolve(
+        gather(words.split(), LAYOUT), ProcessFacts(world, world), refuse_unimplemented=False
+    ).config
 
 
 def test_gpt3_with_sequence_parallelism_and_selective_recompute() -> None:

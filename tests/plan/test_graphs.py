@@ -13,7 +13,7 @@ from pentatron.plan import activations, memory
 from pentatron.plan.fit import AvailableMemory, check_device_memory
 from pentatron.plan.memory import RankMemory, memory_of
 from pentatron.plan.search import usable_memory
-from pentatron.plan.shape import Shape
+from pentatron.plan.sizes import PlanSizes
 from pentatron.settings.run_config import RunConfig
 from pentatron.train.model import build_parallel_model
 from pentatron.train.step import evaluate
@@ -43,15 +43,15 @@ def test_the_first_gradients_stay_beside_their_sums() -> None:
     for steps in (2, 3, 4):
         words = f"{QWEN2} --eval-iters 0 --micro-batch-size 1 --global-batch-size {steps}"
         off, on = (planned(f"{words} --cuda-graphs {how}") for how in ("off", "on"))
-        assert on.graphs == on.held.weights == off.held.gradients // 2
+        assert on.graphs == on.static.weights == off.static.gradients // 2
         # With two micro-batches, sums are allocated while activations are freed.
-        assert on.total - off.total == on.graphs - (on.spared - off.spared) <= on.graphs
-        assert (on.spared > off.spared) is (steps == 2)
+        assert on.total - off.total == on.graphs - (on.not_simultaneous - off.not_simultaneous) <= on.graphs
+        assert (on.not_simultaneous > off.not_simultaneous) is (steps == 2)
     in_fp32 = f"{GPT2} --no-bf16 --eval-iters 0 --micro-batch-size 1"
     assert planned(f"{in_fp32} --cuda-graphs on").graphs == 0
 
 
-def test_evaluation_and_update_find_no_room_in_what_is_recorded() -> None:
+def test_evaluation_and_update_do_not_share_graph_memory() -> None:
     on = planned(f"{GPT2} --cuda-graphs on")
     assert on.graphs == 2 * 2 * 8192 * 768 + 2 * 4096 * 50304, "the stream twice, and logits of 4096 tokens"
     assert planned(f"{GPT2} --cuda-graphs on --eval-interval 0").graphs == 0
@@ -85,7 +85,7 @@ def peak_of_an_evaluation(config: RunConfig) -> int:
 )
 def test_an_evaluation_has_no_more_than_planned(words: str, least: float) -> None:
     config = resolved(f"{SHAPE} {words} --eval-interval 1").config
-    found = peak_of_an_evaluation(config) / memory._evaluation_peak(Shape(config))
+    found = peak_of_an_evaluation(config) / memory._evaluation_peak(PlanSizes(config))
     assert least < found <= 1.0, found
 
 
@@ -111,7 +111,7 @@ def test_where_they_are_a_choice_of_ours_nothing_is_made_of_them_but_a_line() ->
     assert plain.total < usable_memory(scarce) < recorded.total and layout.fits and layout.with_graphs is None
 
 
-def test_a_run_that_may_not_fit_is_told_to_do_without() -> None:
+def test_run_that_may_not_fit_is_advised_to_disable_graphs() -> None:
     config = configured(f"{GPT2} --cuda-graphs on")
     verdict = check_device_memory(
         config, 0, AvailableMemory("GPU", 8 * GIB, planned(f"{GPT2} --cuda-graphs on").total)

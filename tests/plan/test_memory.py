@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pentatron.plan.memory import memory_of
-from pentatron.plan.shape import Shape
+from pentatron.plan.sizes import PlanSizes
 from pentatron.plan.static_memory import total_parameters
 from pentatron.settings.presets import presets
 from tests.plan.cases import CASES, Case, Row, compared
@@ -91,7 +91,7 @@ def test_there_are_twenty_layouts() -> None:
 )
 def test_parameters_are_the_published_numbers(preset: str, billions: float, active: float) -> None:
     words = f"--preset {preset} --hidden-dropout 0 --attention-dropout 0"
-    found = total_parameters(Shape(_of_preset(words)))
+    found = total_parameters(PlanSizes(_of_preset(words)))
     assert found[0] / 1e9 == pytest.approx(billions, rel=2e-3)
     assert found[1] / 1e9 == pytest.approx(active, rel=2e-2)
 
@@ -99,9 +99,9 @@ def test_parameters_are_the_published_numbers(preset: str, billions: float, acti
 def _of_preset(words: str):  # type: ignore[no-untyped-def]
     from pentatron.settings.entry_points import LAYOUT
     from pentatron.settings.resolve import gather, resolve
-    from pentatron.settings.settings import Facts
+    from pentatron.settings.settings import ProcessFacts
 
-    return resolve(gather(words.split(), LAYOUT), Facts(1), built_only=False).config
+    return resolve(gather(words.split(), LAYOUT), ProcessFacts(1), refuse_unimplemented=False).config
 
 
 def test_parameters_of_a_whole_model_are_those_that_are_built() -> None:
@@ -110,7 +110,7 @@ def test_parameters_of_a_whole_model_are_those_that_are_built() -> None:
     words = f"{LLAMA} --qk-layernorm --num-experts 4 --moe-ffn-hidden-size 24 --moe-shared-expert-intermediate-size 40"
     config = resolved(f"{words} --moe-shared-expert-gate --add-qkv-bias --vocab-size 128").config
     model = build_model(config.model, 1, torch.device("cpu"), moe=config.moe)
-    assert total_parameters(Shape(config))[0] == sum(p.numel() for p in model.parameters())
+    assert total_parameters(PlanSizes(config))[0] == sum(p.numel() for p in model.parameters())
 
 
 def test_expert_parallelism_lowers_the_memory_of_a_gpu() -> None:
@@ -119,7 +119,7 @@ def test_expert_parallelism_lowers_the_memory_of_a_gpu() -> None:
     for size in (1, 2, 4, 8):
         config = resolved(f"{words} --expert-model-parallel-size {size}", 8).config
         totals.append(memory_of(config).largest)
-    weights = [rank.held.weights for rank in totals]
+    weights = [rank.static.weights for rank in totals]
     assert weights == sorted(weights, reverse=True) and weights[0] > 4 * weights[3]
     assert totals[0].total > 3 * totals[3].total
 
@@ -137,5 +137,5 @@ def test_a_micro_batch_twice_as_large_leaves_twice_as_much() -> None:
         memory_of(resolved(f"{LLAMA} --micro-batch-size {size} --global-batch-size 8").config).largest
         for size in (1, 2)
     )
-    assert dataclasses.asdict(one.held) == dataclasses.asdict(two.held)
+    assert dataclasses.asdict(one.static) == dataclasses.asdict(two.static)
     assert two.activations == 2 * one.activations and two.logits == 2 * one.logits

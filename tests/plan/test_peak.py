@@ -87,7 +87,7 @@ def test_the_peak_of_a_step_is_the_planned_one(words: str, ranks: int) -> None:
     else:
         measured = max(run_distributed(peak_of_a_step, world=ranks, words=command))
     # Gradients are allocated in a step and freed after it.
-    between_steps = planned.held.weights + planned.held.optimizer
+    between_steps = planned.static.weights + planned.static.optimizer
     assert measured == pytest.approx(planned.total - between_steps, rel=0.05)
 
 

@@ -11,7 +11,7 @@ from pentatron.compare.trial import micro_batches
 from pentatron.layout.check import check
 from pentatron.optim.build import build_optimizer
 from pentatron.parallel.messages import ANNOUNCEMENT_TAG
-from pentatron.plan.shape import Shape
+from pentatron.plan.sizes import PlanSizes
 from pentatron.plan.timing import bubble_of, rank_traffic
 from pentatron.train.model import build_parallel_model, model_dtype
 from pentatron.train.step import train_step
@@ -86,11 +86,13 @@ def sent_by_a_rank(words: str) -> float:
         (f"{EXPERTS} {EP}", 0.1),
     ],
 )
-def test_a_rank_sends_what_is_planned(words: str, allowed: float) -> None:
+def test_rank_sends_the_planned_bytes(words: str, allowed: float) -> None:
     command = f"{SHAPE} {LLAMA} {words}"
     config = resolved(command, 2).config
     found = run_distributed(sent_by_a_rank, 2, words=command)
-    planned = [rank_traffic(Shape(config), config.grid.coordinates(rank).pipeline).total for rank in (0, 1)]
+    planned = [
+        rank_traffic(PlanSizes(config), config.grid.coordinates(rank).pipeline).total for rank in (0, 1)
+    ]
     assert sum(planned) == pytest.approx(sum(found), rel=allowed)
 
 
@@ -100,7 +102,7 @@ def test_bubbles_are_those_of_the_checker(schedule: str, ranks: int, steps: int)
     virtual = "--virtual-pipeline-model-parallel-size 2" if schedule == "interleaved" else ""
     words = f"--pipeline-model-parallel-size {ranks} --pipeline-schedule {schedule} {virtual} --num-layers 8"
     config = resolved(f"{words} --micro-batch-size 1 --global-batch-size {steps}", ranks).config
-    assert bubble_of(Shape(config)) == pytest.approx(check(config.schedule(steps)).bubble, abs=0.02)
+    assert bubble_of(PlanSizes(config)) == pytest.approx(check(config.schedule(steps)).bubble, abs=0.02)
 
 
 def test_traffic_lies_on_the_axis_that_is_divided() -> None:
@@ -111,7 +113,7 @@ def test_traffic_lies_on_the_axis_that_is_divided() -> None:
         (f"{EXPERTS} {EP} {TP} --expert-tensor-parallel-size 1", "expert"),
     ):
         config = resolved(f"{SHAPE} {LLAMA} {words}", 2).config
-        found = rank_traffic(Shape(config), 0)
+        found = rank_traffic(PlanSizes(config), 0)
         assert getattr(found, axis) > 0
         also = {"tensor"} if TP in words else set()
         others = {"tensor", "pipeline", "context", "expert", "data"} - {axis} - also

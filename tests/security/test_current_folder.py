@@ -61,7 +61,7 @@ def test_a_command_typed_with_m_imports_nothing_from_the_current_folder(hostile:
     assert done.returncode == 0 and "llama" in done.stdout and not hostile.exists()
 
 
-def test_a_script_imports_what_lies_beside_it_in_workers_too(working_directory: Path) -> None:
+def test_script_imports_from_its_folder_in_workers_too(working_directory: Path) -> None:
     folder = working_directory / "scripts"
     folder.mkdir()
     (folder / "beside.py").write_text("number = 3\n")

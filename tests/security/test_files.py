@@ -13,7 +13,7 @@ import pytest
 
 from pentatron.data.indexed import FORMAT, HEADER, IndexedDataset, read_sidecar
 from pentatron.data.indexed import MAGIC as OF_INDEX
-from pentatron.data.sampling import MAGIC, DamagedIndexCache, IndexCache, read_arrays
+from pentatron.data.sample_index import MAGIC, DamagedIndexCache, IndexCache, read_arrays
 from pentatron.errors import UserError
 from pentatron.monitor.recorder import append_event
 from pentatron.settings.files import load_file
@@ -220,7 +220,7 @@ def test_secrets_are_taken_out(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", INNOCENT)
-def test_what_is_no_secret_stays(text: str) -> None:
+def test_harmless_text_is_not_redacted(text: str) -> None:
     assert redact(text) == text
 
 

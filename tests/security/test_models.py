@@ -15,7 +15,7 @@ from pentatron.data.chat_template import find_chat_template, special_tokens
 from pentatron.data.identity import DataIdentity
 from pentatron.data.tokenizer import FileTokenizer
 from pentatron.errors import UserError
-from pentatron.train.schedules import Schedule
+from pentatron.train.lr_schedule import OptimizerSchedule
 from tests.checkpoint.test_damage import rewrite
 from tests.data.test_chat_template import TALK, template
 from tests.hf.support import save, theirs
@@ -112,7 +112,7 @@ def imported(folder: Path, tmp_path: Path) -> Path:
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "layers of its own, which are code": {"spec": ["evil_layers", "make"]},
+    "uses a custom layer spec, which is code": {"spec": ["evil_layers", "make"]},
     "another kind of value": {"num_layers": "1"},
     "a list for a number": {"hidden_size": [32]},
     "an object for a text": {"normalization": {"__class__": "os.system"}},
@@ -158,7 +158,9 @@ def test_a_state_of_another_kind_is_refused(state: dict[str, Any]) -> None:
 
 def test_a_schedule_or_files_of_another_kind_are_refused() -> None:
     with pytest.raises(UserError, match=r"schedule cannot be read .*weight_decay"):
-        Schedule.from_json({"learning_rate": Schedule.of(resolved().config).to_json()["learning_rate"]})
+        OptimizerSchedule.from_json(
+            {"learning_rate": OptimizerSchedule.of(resolved().config).to_json()["learning_rate"]}
+        )
     with pytest.raises(UserError, match=r"of the data in the checkpoint cannot be read .*made_up"):
         DataIdentity.from_json("x", [{"made_up": 3}])
 

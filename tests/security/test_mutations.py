@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 from pentatron.checkpoint.state import TrainState
-from pentatron.data import sampling
+from pentatron.data import sample_index
 from pentatron.data.blending import BlendMember, SampleRecipe, build_blend
-from pentatron.data.datasets import Datasets
 from pentatron.data.gpt_dataset import mock_sequences
+from pentatron.data.open_data import Datasets
 from pentatron.errors import UserError
-from pentatron.hf.config_reader import ConfigReader, Problem
+from pentatron.hf.config_reader import ConfigReader, InvalidKey
 from pentatron.settings.layer_patterns import layer_pattern
-from pentatron.train.schedules import Schedule
+from pentatron.train.lr_schedule import OptimizerSchedule
 from tests.adversary.loading import (
     failures_of_configurations,
     failures_of_manifests,
@@ -46,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(theirs("qwen2", num_hidden_layers=1), tmp_path_factory.mktemp("model"))
 
 
-def test_what_is_not_changed_is_loaded(run: Path, model: Path, tmp_path: Path) -> None:
+def test_unmodified_files_are_loaded(run: Path, model: Path, tmp_path: Path) -> None:
     """Control."""
     for command in ("resume", "finetune", "generate", "inspect", "export"):
         outcome = load_forged(run, tmp_path, command, manifest_of(run))
@@ -147,11 +147,11 @@ def test_an_order_beyond_the_memory_of_the_machine_is_refused(monkeypatch: pytes
     for build in builds:
         with pytest.raises(UserError, match=r"samples needs \d+ GiB of memory, and this machine has"):
             build()
-    monkeypatch.setattr(sampling, "machine_memory", lambda: 10**4)
+    monkeypatch.setattr(sample_index, "machine_memory", lambda: 10**4)
     lengths = np.full(10, 100, np.int32)
-    assert len(sampling.build_sample_index(lengths, range(10), 100, 9, 1)) >= 100
+    assert len(sample_index.build_sample_index(lengths, range(10), 100, 9, 1)) >= 100
     with pytest.raises(UserError, match="the order of 1111 samples needs"):
-        sampling.build_sample_index(lengths, range(10), 1000, 9, 1)
+        sample_index.build_sample_index(lengths, range(10), 1000, 9, 1)
 
 
 def test_samples_of_one_dataset_are_counted_without_listing_them() -> None:
@@ -173,11 +173,11 @@ def test_samples_of_one_dataset_are_counted_without_listing_them() -> None:
     ],
 )
 def test_a_schedule_of_a_checkpoint_can_be_computed_with(part: str, values: dict[str, Any]) -> None:
-    saved = Schedule.of(resolved().config).to_json()
-    assert Schedule.from_json(saved).to_json() == saved
+    saved = OptimizerSchedule.of(resolved().config).to_json()
+    assert OptimizerSchedule.from_json(saved).to_json() == saved
     saved[part] |= values
     with pytest.raises(UserError, match="schedule cannot be read"):
-        Schedule.from_json(saved)
+        OptimizerSchedule.from_json(saved)
 
 
 @pytest.mark.parametrize(
@@ -195,5 +195,5 @@ def test_a_pattern_of_layers_is_bounded(written: str) -> None:
     ids=["beyond 63 bits", "zero", "beyond a float", "infinity", "NaN"],
 )
 def test_numbers_that_no_library_counts_are_a_sentence(kind: type, value: float) -> None:
-    with pytest.raises(Problem, match="must be"):
+    with pytest.raises(InvalidKey, match="must be"):
         ConfigReader({"a": value}).get("a", kind)

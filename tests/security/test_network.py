@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 
 from pentatron.checkpoint.format import Manifest, StoredPiece, TensorRecord
-from pentatron.cli.environment import Worker, rendezvous_address
+from pentatron.cli.environment import RankInfo, rendezvous_address
 from pentatron.errors import UserError
 from pentatron.layout.ranks import Grid
 from pentatron.parallel import collectives
 from pentatron.parallel.collectives import Group, broadcast_object, gather_objects
-from pentatron.parallel.encoding import ForgedMessage, decode, encode, sign
 from pentatron.parallel.process_group import exchange_gpus
 from pentatron.parallel.rendezvous import (
     LISTENER,
@@ -35,12 +34,13 @@ from pentatron.parallel.rendezvous import (
     is_single_machine,
     job_secret,
 )
+from pentatron.parallel.serialization import ForgedMessage, decode, encode, sign
 from pentatron.parallel.world import open_world
 from pentatron.supervise.launcher import listener_for_workers
 from pentatron.text import REDACTED, redact
 from tests.harness import distributed
 from tests.harness.forked import Forked
-from tests.parallel.test_meeting import free_port
+from tests.parallel.test_rendezvous import free_port
 from tests.security.canary import Payload, pickled
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def test_values_come_back_as_they_were(value: Any) -> None:
 @pytest.mark.parametrize(
     "value", [object(), torch.zeros(1), torch.Size([1]), print, {"a": [Payload(Path("x"))]}]
 )
-def test_what_has_no_form_is_refused_by_its_sender(value: Any) -> None:
+def test_unsendable_value_is_refused_by_the_sender(value: Any) -> None:
     with pytest.raises(TypeError, match=r"cannot be sent to other ranks; .*sendable"):
         encode(value)
 
@@ -99,7 +99,7 @@ def test_long_and_short_values_travel_with_a_key() -> None:
 
 
 @distributed(world=2)
-def test_what_another_rank_sends_is_never_unpickled(tmp_path: Path) -> None:
+def test_received_bytes_are_never_unpickled(tmp_path: Path) -> None:
     """Rank 1 does not belong to the job: it joins the collectives and sends a pickle."""
     rank, canary = dist.get_rank(), tmp_path / "canary"
     for key, said in (
@@ -112,7 +112,7 @@ def test_what_another_rank_sends_is_never_unpickled(tmp_path: Path) -> None:
             collectives._gathered(block, group)
         else:
             with pytest.raises(
-                UserError, match=f"not one of this job's: {said}.*choose another --master-port"
+                UserError, match=f"that is not from this job: {said}.*choose another --master-port"
             ):
                 gather_objects("mine", group)
     assert not canary.exists()
@@ -241,9 +241,9 @@ def test_an_impostor_runs_nothing(tmp_path: Path, secret: str) -> None:
     said = (
         "does not know the secret of this job"
         if secret
-        else "that is not one of this job's: it cannot be decoded"
+        else "that is not from this job: it cannot be decoded"
     )
-    point = rendezvous_address(Worker(0, 2, 0, 2, "none"))
+    point = rendezvous_address(RankInfo(0, 2, 0, 2, "none"))
     assert LISTENER not in os.environ, "programs that a rank starts must not look for its socket"
     with pytest.raises(UserError, match=said), open_world(Grid(data=2), 0, 0, CPU, 0.5, {}, point):
         raise AssertionError("it was let in")
@@ -254,11 +254,11 @@ def test_an_impostor_runs_nothing(tmp_path: Path, secret: str) -> None:
 def meet_as(rank: int, port: int, said: Path) -> int:
     os.environ.pop("GLOO_SOCKET_IFNAME", None)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    point = rendezvous_address(Worker(rank, 2, rank, 2, "none"))
+    point = rendezvous_address(RankInfo(rank, 2, rank, 2, "none"))
     with open_world(Grid(data=2), rank, rank, CPU, 0.5, {"--a": 1}, point) as world:
-        gather_objects(None, world.everyone)
+        gather_objects(None, world.all_ranks)
         said.write_text(json.dumps(sorted(listening_addresses())))
-        gather_objects(None, world.everyone)
+        gather_objects(None, world.all_ranks)
     return 0
 
 
@@ -295,7 +295,9 @@ def test_sockets_of_gloo_and_nccl_follow_unless_the_user_chose(monkeypatch: pyte
     chosen = {**here, "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "^lo"}
     for environment, gloo, nccl in ((here, "lo", "lo"), (elsewhere, None, None), (chosen, "eth0", "^lo")):
         monkeypatch.setattr("os.environ", environment)
-        assert rendezvous_address(Worker(1, 4, 1, 2, "none")) == Rendezvous(environment["MASTER_ADDR"], 6001)
+        assert rendezvous_address(RankInfo(1, 4, 1, 2, "none")) == Rendezvous(
+            environment["MASTER_ADDR"], 6001
+        )
         assert environment.get("GLOO_SOCKET_IFNAME") == gloo
         assert environment.get("NCCL_SOCKET_IFNAME") == nccl
 

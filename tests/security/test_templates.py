@@ -119,7 +119,7 @@ def _render_in_fork(connection: Any) -> None:
     connection.send(template("{{ messages[1].content }}", Limits()).render(TALK).text)
 
 
-def test_a_forked_process_renders_by_itself_and_the_parent_goes_on() -> None:
+def test_forked_process_renders_in_its_own_sandbox() -> None:
     plain = template("{{ messages[1].content }}", Limits())
     assert plain.render(TALK).text == "yes"
     process = chat_template._SANDBOX._process

@@ -134,7 +134,7 @@ def test_a_text_that_a_vocabulary_cannot_say_is_a_sentence(tmp_path: Path, model
         assert "\n" not in str(told.value)
 
 
-def test_a_pattern_that_takes_too_many_steps_is_told_as_that(tmp_path: Path) -> None:
+def test_runaway_regular_expression_is_reported(tmp_path: Path) -> None:
     """The library panics, which raises an exception that derives from BaseException."""
     library = pytest.importorskip("tokenizers")
     split = library.pre_tokenizers.Split(library.Regex("(a|a)*b|(a|a|a|a|a)*$"), "isolated")

@@ -7,27 +7,27 @@ from pentatron.errors import ConfigError
 from pentatron.settings.declaration import Setting
 from pentatron.settings.entry_points import TRAIN, EntryPoint
 from pentatron.settings.resolve import Resolved, gather, resolve
-from pentatron.settings.run_config import table
-from pentatron.settings.settings import Draft, Facts
+from pentatron.settings.run_config import all_settings
+from pentatron.settings.settings import Draft, ProcessFacts
 
 # The settings that a run without the demo preset needs at least.
 LEAST = "--mock-data --vocab-size 100 --train-iters 10"
 
 
 def resolved(
-    words: str = "", facts: Facts | None = None, entry: EntryPoint = TRAIN, least: str = LEAST
+    words: str = "", facts: ProcessFacts | None = None, entry: EntryPoint = TRAIN, least: str = LEAST
 ) -> Resolved:
-    return resolve(gather([*least.split(), *words.split()], entry), facts or Facts(1))
+    return resolve(gather([*least.split(), *words.split()], entry), facts or ProcessFacts(1))
 
 
 def values(
-    words: str = "", facts: Facts | None = None, entry: EntryPoint = TRAIN, least: str = LEAST
+    words: str = "", facts: ProcessFacts | None = None, entry: EntryPoint = TRAIN, least: str = LEAST
 ) -> dict[str, Any]:
     return resolved(words, facts, entry, least).config.flat()
 
 
 def problems(
-    words: str = "", facts: Facts | None = None, entry: EntryPoint = TRAIN, least: str = LEAST
+    words: str = "", facts: ProcessFacts | None = None, entry: EntryPoint = TRAIN, least: str = LEAST
 ) -> list[str]:
     """Returns the problems of a command line, or an empty list."""
     try:
@@ -38,14 +38,14 @@ def problems(
 
 
 def notices(
-    words: str = "", facts: Facts | None = None, entry: EntryPoint = TRAIN, least: str = LEAST
+    words: str = "", facts: ProcessFacts | None = None, entry: EntryPoint = TRAIN, least: str = LEAST
 ) -> list[str]:
     return list(resolved(words, facts, entry, least).notices)
 
 
-def about(name: str, words: str, facts: Facts) -> list[str]:
+def about(name: str, words: str, facts: ProcessFacts) -> list[str]:
     """Returns the notices about one setting."""
-    flag = table()[name].flag
+    flag = all_settings()[name].flag
     spelled = (flag, f"--no-{flag[2:]}")
     return [n for n in notices(words, facts, least="") if n.split()[0].rstrip(":") in spelled]
 
@@ -69,5 +69,5 @@ def other_value(item: Setting) -> Any:
     return (sample,) if item.is_list else sample
 
 
-def all_settings() -> list[str]:
-    return list(table())
+def setting_names() -> list[str]:
+    return list(all_settings())

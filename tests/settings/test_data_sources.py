@@ -8,7 +8,7 @@ import pytest
 from pentatron.settings.data_paths import Blend
 from pentatron.settings.entry_points import TRAIN
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.settings import Facts
+from pentatron.settings.settings import ProcessFacts
 from pentatron.settings.training import DataConfig
 
 LEAST = "--vocab-size 100 --train-iters 3"
@@ -16,7 +16,7 @@ EXAMPLE = "0.7 dataset1_text_document 0.2 dataset2_text_document 0.1 dataset3_te
 
 
 def data_of(words: str) -> DataConfig:
-    return resolve(gather(f"{LEAST} {words}".split(), TRAIN), Facts(1)).config.data
+    return resolve(gather(f"{LEAST} {words}".split(), TRAIN), ProcessFacts(1)).config.data
 
 
 def problem_of(words: str) -> str:
@@ -46,7 +46,7 @@ def test_words(words: str, prefixes: str, weights: tuple[float, ...] | None) -> 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("1 a b c", "mixes prefixes with and without weights ('b' stands"),
+        ("1 a b c", "mixes prefixes with and without weights ('b' is not a weight"),
         ("1 a nan b", "the weight nan must be more than 0"),
         ("1 a -2 b", "the weight -2 must be more than 0"),
         ("1 a inf b", "the weight inf must be more than 0"),
@@ -119,7 +119,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, text: str | None, s
     assert sentence in problem and str(path) in problem
 
 
-def test_what_has_files_of_its_own_is_not_the_demo(tmp_path: Path) -> None:
+def test_given_data_files_replace_the_demo(tmp_path: Path) -> None:
     (tmp_path / "args").write_text("a")
     draft = gather(["--data-args-path", str(tmp_path / "args")], TRAIN)
     assert draft.preset is None and draft.data_path == ("a",)

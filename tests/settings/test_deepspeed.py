@@ -10,8 +10,8 @@ from pentatron.errors import UserError
 from pentatron.settings.deepspeed import TARGETS, read_deepspeed
 from pentatron.settings.entry_points import MEGATRON
 from pentatron.settings.resolve import Resolved, gather, resolve
-from pentatron.settings.run_config import table
-from pentatron.settings.settings import Facts
+from pentatron.settings.run_config import all_settings
+from pentatron.settings.settings import ProcessFacts
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERYTHING = {
@@ -65,7 +65,7 @@ def written(folder: Path, content: Any) -> str:
 
 def resolved(folder: Path, content: Any, words: str = "") -> Resolved:
     line = f"--deepspeed --deepspeed_config {written(folder, content)} {words}"
-    return resolve(gather(line.split(), MEGATRON), Facts(2, 2))
+    return resolve(gather(line.split(), MEGATRON), ProcessFacts(2, 2))
 
 
 def test_every_key_becomes_the_setting_that_does_the_same(tmp_path: Path) -> None:
@@ -90,11 +90,11 @@ def test_every_key_becomes_the_setting_that_does_the_same(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("said", [{}, {"warmup_type": "log"}], ids=["by default", "log"])
-def test_a_warm_up_of_another_form_is_told(tmp_path: Path, said: dict[str, str]) -> None:
+def test_non_linear_warm_up_is_reported(tmp_path: Path, said: dict[str, str]) -> None:
     content = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, **said}}}
     found = resolved(tmp_path, content)
     assert found.config.optim.lr_warmup_iters == 5
-    assert [n for n in found.notices if "the warm-up is linear here" in n] != []
+    assert [n for n in found.notices if "the warm-up is linear;" in n] != []
 
 
 def test_auto_leaves_the_setting_alone_and_flags_win(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_the_file_of_this_repository_is_read_whole() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "weights stay on the device here"),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "weights are not offloaded"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "'nvme' is not supported"),
         ({"optimizer": {"type": "OneBitAdam"}}, "'OneBitAdam' is not supported"),
         ({"optimizer": {"type": "Lamb"}}, "'Lamb' is not supported; write AdamW or SGD"),
@@ -130,7 +130,7 @@ def test_the_file_of_this_repository_is_read_whole() -> None:
         (["stage"], "one JSON object"),
     ],
 )
-def test_what_cannot_be_done_is_said(content: Any, said: str, tmp_path: Path) -> None:
+def test_unsupported_deepspeed_settings_are_refused(content: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"ds_config\.json") as error:
         read_deepspeed(written(tmp_path, content))
     assert said in str(error.value)
@@ -144,9 +144,9 @@ def test_a_missing_file_names_the_flag() -> None:
 
 
 def test_every_target_is_a_setting() -> None:
-    assert {target.setting for targets in TARGETS.values() for target in targets} <= set(table())
+    assert {target.setting for targets in TARGETS.values() for target in targets} <= set(all_settings())
 
 
-def test_the_launch_line_says_who_does_the_work() -> None:
-    found = resolve(gather(["--deepspeed"], MEGATRON), Facts(1))
+def test_deepspeed_flag_has_a_notice() -> None:
+    found = resolve(gather(["--deepspeed"], MEGATRON), ProcessFacts(1))
     assert any(n.startswith("--deepspeed: DeepSpeed is not used") for n in found.notices)

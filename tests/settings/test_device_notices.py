@@ -8,11 +8,11 @@ import pytest
 from pentatron.settings.decision_types import DeviceFacts
 from pentatron.settings.decisions import decide
 from pentatron.settings.resolve import Resolved, notices_of_device
-from pentatron.settings.run_config import table
-from pentatron.settings.settings import Facts
+from pentatron.settings.run_config import all_settings
+from pentatron.settings.settings import ProcessFacts
 from tests.settings.builders import LEAST, about, resolved
 
-ONE, TWO = Facts(1), Facts(2, 2)
+ONE, TWO = ProcessFacts(1), ProcessFacts(2, 2)
 EXPERTS = "--swiglu --num-experts 4 --moe-ffn-hidden-size 32 --no-bias-swiglu-fusion"
 SHARED = "--moe-shared-expert-intermediate-size 32"
 FP8 = "--swiglu --bf16 --fp8 e4m3 --num-layers 4 --no-bias-swiglu-fusion"
@@ -34,10 +34,10 @@ ON_A_GPU = {
 
 
 @pytest.mark.parametrize(("name", "words"), ON_A_GPU.items(), ids=list(ON_A_GPU))
-def test_what_only_a_gpu_acts_on(name: str, words: str) -> None:
+def test_gpu_settings_are_reported_on_a_cpu(name: str, words: str) -> None:
     asked, auto, on_gpu = (resolved(f"{words} --device {kind}") for kind in ("cpu", "auto", "cuda"))
     (told,) = asked.notices
-    assert told.split()[0].rstrip(":") in words.split() and table()[name].flag[2:] in told
+    assert told.split()[0].rstrip(":") in words.split() and all_settings()[name].flag[2:] in told
     assert later(asked, "cpu") == []
     assert list(auto.notices) == [] and later(auto, "cpu") == [told]
     assert list(on_gpu.notices) == [] and later(on_gpu, "cuda") == []
@@ -104,7 +104,9 @@ def later(found: Resolved, kind: str) -> list[str]:
         ),
     ],
 )
-def test_what_is_idle_on_a_gpu_too(name: str, words: str, told: str, facts: Facts) -> None:
+def test_settings_without_effect_on_a_gpu_are_reported_once(
+    name: str, words: str, told: str, facts: ProcessFacts
+) -> None:
     """A setting without effect on a GPU gives the same single notice on a CPU."""
     found = about(name, f"{LEAST} {words} --device cuda", facts)
     assert len(found) == bool(told) and all(told in line for line in found)

@@ -9,7 +9,7 @@ from pentatron.errors import ConfigError, UserError
 from pentatron.settings.entry_points import EXAMPLE, PARALLEL_3D, TRAIN, EntryPoint
 from pentatron.settings.files import read_file
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.settings import Assigned, Facts
+from pentatron.settings.settings import Assigned, ProcessFacts
 from pentatron.train.run_folder import config_text
 
 ROOT = Path(__file__).parents[2]
@@ -107,8 +107,8 @@ def test_values(tmp_path: Path, text: str, expected: dict[str, object]) -> None:
         ("bf16: 1", "a.yaml: bf16 must be true or false, not '1'"),
         ("normalization: rms", "a.yaml: normalization must be one of LayerNorm, RMSNorm, not 'rms'"),
         ("config: b.yaml", "a.yaml: config: a file cannot name another; give --config once, on the command line"),
-        ("batch_size: 3", "a.yaml: batch_size is ambiguous here: say --micro-batch-size (samples one rank computes at "
-                          "once) or --global-batch-size instead"),
+        ("batch_size: 3", "a.yaml: batch_size is ambiguous here: use --micro-batch-size (samples per "
+                          "micro-batch) or --global-batch-size instead"),
         ("lr: 1\noptim: {learning_rate: 2}", "a.yaml: lr and optim.learning_rate are the same setting; keep one"),
         ("lr: 1\nlr: 2", "configuration file a.yaml gives lr twice; keep one"),
         ("model: {num_layers: 1, num_layers: 2}", "configuration file a.yaml gives num_layers twice; keep one"),
@@ -177,11 +177,11 @@ def test_the_entry_point_gives_batch_size_its_meaning(tmp_path: Path) -> None:
     ],
     ids=lambda value: getattr(value, "name", None),
 )
-def test_what_a_run_saves_can_be_given_again(tmp_path: Path, entry: EntryPoint, words: str) -> None:
-    first = resolve(gather(words.split(), entry), Facts(2, 2))
+def test_saved_config_gives_the_same_settings(tmp_path: Path, entry: EntryPoint, words: str) -> None:
+    first = resolve(gather(words.split(), entry), ProcessFacts(2, 2))
     path = tmp_path / "config.yaml"
     path.write_text(config_text(first), encoding="utf-8")
-    again = resolve(gather(["--config", str(path)], entry), Facts(2, 2))
+    again = resolve(gather(["--config", str(path)], entry), ProcessFacts(2, 2))
     # The saved file names neither its sources nor the folders of the first run, so that the second run gets
     # its own.
     own = dict.fromkeys(("config", "preset", "run_dir", "save", "load"))
@@ -189,12 +189,14 @@ def test_what_a_run_saves_can_be_given_again(tmp_path: Path, entry: EntryPoint, 
     assert [n for n in again.notices if not n.startswith("training stops")] == []
 
 
-def test_what_a_run_saves_begins_where_the_run_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saved_config_loads_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fine-tuning that is repeated from its saved file loads the same weights again."""
     monkeypatch.chdir(tmp_path)
 
     def kept(words: str) -> object:
-        first = resolve(gather(f"--preset demo --nproc-per-node 1 {words}".split(), TRAIN), Facts(1, 1))
+        first = resolve(
+            gather(f"--preset demo --nproc-per-node 1 {words}".split(), TRAIN), ProcessFacts(1, 1)
+        )
         Path("config.yaml").write_text(config_text(first), encoding="utf-8")
         again = gather("--config config.yaml --run-dir other".split(), TRAIN)
         return again.load if again.given("load") else None

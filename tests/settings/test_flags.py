@@ -119,12 +119,12 @@ def test_the_source_is_the_flag_as_typed() -> None:
         ("--zero-stage 4", "--zero-stage must be one of 0, 1, 2, 3, not '4'"),
         ("--recompute-modules core_attn mlpp",
          "--recompute-modules must be one of core_attn, moe_act, layernorm, mlp, moe, shared_experts, not 'mlpp'"),
-        ("train", "'train' is no flag; write --name value (a value with spaces needs quotes)"),
-        ("llama3-8b", "'llama3-8b' is no flag; write --preset llama3-8b"),
-        ("lr=3", "'lr=3' is no flag; write --lr=3"),
-        ("\u2014lr 3", "'\u2014lr' begins with a dash of printed text (U+2014); write --lr"),
-        ("\u2013-lr 3", "'\u2013-lr' begins with a dash of printed text (U+2013); write --lr"),
-        ("--lr 1 2", "'2' is no flag; write --name value (a value with spaces needs quotes)"),
+        ("train", "'train' is not a flag; write --name value (a value with spaces needs quotes)"),
+        ("llama3-8b", "'llama3-8b' is not a flag; write --preset llama3-8b"),
+        ("lr=3", "'lr=3' is not a flag; write --lr=3"),
+        ("\u2014lr 3", "'\u2014lr' begins with the Unicode dash U+2014 instead of '-'; write --lr"),
+        ("\u2013-lr 3", "'\u2013-lr' begins with the Unicode dash U+2013 instead of '-'; write --lr"),
+        ("--lr 1 2", "'2' is not a flag; write --name value (a value with spaces needs quotes)"),
         ("--sample-prompt -x", "--sample-prompt needs a value; a value that starts with '-' is written --sample-prompt=-x"),
     ],
 )  # fmt: skip
@@ -134,10 +134,10 @@ def test_wrong_values(words: str, sentence: str) -> None:
 
 def test_an_empty_word_is_no_value() -> None:
     assert complaints(["--save", ""]) == ["--save needs a value"]
-    assert complaints([""]) == ["'' is no flag; write --name value (a value with spaces needs quotes)"]
+    assert complaints([""]) == ["'' is not a flag; write --name value (a value with spaces needs quotes)"]
 
 
-def test_what_follows_a_printed_dash_is_not_complained_of_too() -> None:
+def test_typographic_dash_is_one_complaint() -> None:
     assert len(complaints("\u2014lr 3")) == 1
 
 
@@ -185,15 +185,15 @@ def test_the_last_of_two_wins_and_says_so() -> None:
     assert found.notices == ["--lr 1.0 has no effect: the later --learning_rate 2.0 replaces it"]
 
 
-def test_batch_size_means_what_the_entry_point_says() -> None:
+def test_batch_size_depends_on_the_entry_point() -> None:
     assert parsed("--batch-size 16", EXAMPLE) == {"global_batch_size": 16}
     assert parsed("--batch_size 16", PARALLEL_3D) == {"rank_batch_size": 16}
     assert complaints("--batch-size 16", TRAIN) == [
-        "--batch-size is ambiguous here: say --micro-batch-size (samples one rank computes at once) or "
+        "--batch-size is ambiguous here: use --micro-batch-size (samples per micro-batch) or "
         "--global-batch-size instead"
     ]
     assert complaints("--batch_size=16", PRETRAIN_GPT) == [
-        "--batch_size is ambiguous here: say --micro-batch-size or --global-batch-size instead, as Megatron does"
+        "--batch_size is ambiguous here: use --micro-batch-size or --global-batch-size instead, as in Megatron"
     ]
 
 

@@ -1,16 +1,16 @@
 import pytest
 
 from pentatron.settings.entry_points import PRETRAIN_GPT
-from pentatron.settings.parameters import step_flops
+from pentatron.settings.model_sizes import step_flops
 from pentatron.settings.resolve import gather, resolve
 from pentatron.settings.run_config import RunConfig
-from pentatron.settings.settings import Facts
+from pentatron.settings.settings import ProcessFacts
 
 
 def shape(preset: str, words: str = "") -> RunConfig:
     usual = "--hidden-dropout 0 --attention-dropout 0 --dataset-size 8 --train-iters 1"
     draft = gather(f"--preset {preset} {usual} {words}".split(), PRETRAIN_GPT)
-    return resolve(draft, Facts(1)).config
+    return resolve(draft, ProcessFacts(1)).config
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def attention(words: str, sequence: int) -> float:
     return 4 - left_out / (6 * 2 * sequence * sequence * width)
 
 
-def test_a_window_counts_what_it_lets_through() -> None:
+def test_window_limits_the_flops_of_attention() -> None:
     """Counts only token pairs inside the window: W · (2 S - W) of S² pairs for W of S tokens."""
     for before in (0, 7, 100):
         seen = [min(before + 1, place + 1) for place in range(256)]

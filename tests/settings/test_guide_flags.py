@@ -12,7 +12,7 @@ from pentatron.settings.command_line import parse_flags
 from pentatron.settings.derive import derive
 from pentatron.settings.entry_points import EXAMPLE, PRETRAIN_GPT, TRAIN
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.settings import Assigned, Draft, Facts
+from pentatron.settings.settings import Assigned, Draft, ProcessFacts
 from tests.settings.builders import not_built, problems
 from tests.settings.guide_blocks import BLOCKS
 from tests.settings.guide_flags import FLAGS
@@ -84,15 +84,15 @@ def test_block_is_understood(name: str) -> None:
 
 @pytest.mark.usefixtures("deepspeed_file")
 @pytest.mark.parametrize("name", [name for name, block in BLOCKS.items() if block.complete])
-def test_block_is_refused_only_for_what_is_not_built_yet(name: str) -> None:
+def test_block_is_refused_only_for_missing_features(name: str) -> None:
     block = BLOCKS[name]
     draft = gather(block.words, block.entry)
     if draft.tokenizer_model and not draft.padded_vocab_size:
         draft.derive("tokenizer", vocab_size=151665)
-    assert_only_not_built(draft, Facts(block.processes, block.processes))
+    assert_only_not_built(draft, ProcessFacts(block.processes, block.processes))
 
 
-def assert_only_not_built(draft: Draft, facts: Facts) -> None:
+def assert_only_not_built(draft: Draft, facts: ProcessFacts) -> None:
     try:
         resolve(draft, facts)
     except ConfigError as error:
@@ -122,7 +122,7 @@ def test_a_blank_that_a_backslash_kept_is_no_word() -> None:
 
 def test_the_175b_command_needs_its_128_processes() -> None:
     block = BLOCKS["004-175b"]
-    found = problems(block.text, Facts(8, 8), PRETRAIN_GPT, least="")
+    found = problems(block.text, ProcessFacts(8, 8), PRETRAIN_GPT, least="")
     assert (
         "8 processes are too few: one copy of the model needs 8 (tensor) × 16 (pipeline) × 1 (context) = 128; "
         "start 128 processes or a multiple, or lower the parallel sizes"
@@ -131,10 +131,10 @@ def test_the_175b_command_needs_its_128_processes() -> None:
 
 def test_its_reduced_form_fits_on_one_machine() -> None:
     block = BLOCKS["004-reduced"]
-    found = problems(block.text, Facts(8, 8), PRETRAIN_GPT, least="")
+    found = problems(block.text, ProcessFacts(8, 8), PRETRAIN_GPT, least="")
     assert found == not_built(found)
     draft = gather(block.words, PRETRAIN_GPT)
-    draft.facts = Facts(8, 8)
+    draft.facts = ProcessFacts(8, 8)
     derive(draft)
     assert draft.data_parallel_size == 1
 

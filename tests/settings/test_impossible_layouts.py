@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pentatron.errors import ConfigError
-from pentatron.settings.settings import Facts
+from pentatron.settings.settings import ProcessFacts
 from tests import support
 from tests.settings.builders import problems
 
@@ -162,9 +162,9 @@ def test_possible(processes: int, words: str) -> None:
     assert sum(len(part.layers) for part in config.stages) == config.model.num_layers
 
 
-def test_all_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     words = "--tp_size 3 --pp_size 4 --num-layers 3 --micro-batch-size 5 --global-batch-size 8"
-    found = problems(words, Facts(12, 12))
+    found = problems(words, ProcessFacts(12, 12))
     assert [sentence.split(" ")[0] for sentence in found] == [
         "--num-attention-heads", "--ffn-hidden-size", "--num-layers", "global",
     ]  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 from pentatron.errors import ConfigError
 from pentatron.settings.loaded_architecture import adopt_architecture
 from pentatron.settings.resolve import resolve
-from pentatron.settings.settings import Draft, Facts
+from pentatron.settings.settings import Draft, ProcessFacts
 from tests.settings.builders import draft, values
 
 SAVED = values("--num-layers 3 --position-embedding-type rope --add-qkv-bias --disable-bias-linear")
@@ -15,27 +15,27 @@ SAVED = values("--num-layers 3 --position-embedding-type rope --add-qkv-bias --d
 
 def adopted(words: str, **changes: Any) -> Draft:
     found = draft(f"--mock-data --train-iters 10 {words}")
-    adopt_architecture(found, Facts(1), {**SAVED, **changes}, "there", "or load another model")
+    adopt_architecture(found, ProcessFacts(1), {**SAVED, **changes}, "there", "or load another model")
     return found
 
 
-def test_nothing_is_said_where_nothing_is_new() -> None:
+def test_no_notice_without_differences() -> None:
     found = adopted(
         "--vocab-size 100 --num-layers 3 --position-embedding-type rope --add-qkv-bias --disable-bias-linear"
     )
     assert not found.notices and not found.wrong and found.source("hidden_size") == "default"
 
 
-def test_a_setting_younger_than_what_is_loaded_had_its_default() -> None:
+def test_setting_missing_in_the_checkpoint_has_its_default() -> None:
     older = {name: value for name, value in SAVED.items() if name not in ("rotary_base", "num_experts")}
     found = draft("--mock-data --train-iters 10 --rotary-base 5e5")
-    adopt_architecture(found, Facts(1), older, "there", "or load another model")
+    adopt_architecture(found, ProcessFacts(1), older, "there", "or load another model")
     assert list(found.wrong) == ["rotary_base"] and found.num_experts is None
 
 
 def test_a_default_preset_gives_way_but_a_named_one_must_agree() -> None:
     underneath = draft("--train-iters 10")
-    adopt_architecture(underneath, Facts(1), SAVED, "there", "or load another model")
+    adopt_architecture(underneath, ProcessFacts(1), SAVED, "there", "or load another model")
     assert (underneath.num_layers, underneath.normalization) == (
         3,
         "LayerNorm",
@@ -48,7 +48,7 @@ def test_code_is_never_taken_from_a_file() -> None:
     assert found.spec == ()
     assert (
         found.wrong["spec"]
-        == "there was trained with --spec layers mine; give that flag again, as code is never loaded from files"
+        == "there was trained with --spec layers mine; give that flag again, because code is never loaded from files"
     )
     assert not adopted("--spec layers mine", spec=["layers", "mine"]).wrong
     assert "spec" in adopted("--spec layers other", spec=["layers", "mine"]).wrong
@@ -58,10 +58,10 @@ def test_a_tokenizer_may_have_fewer_ids_than_the_model_but_not_more() -> None:
     for ids, wrong in ((90, []), (101, ["tokenizer_model"])):
         found = draft("--mock-data --train-iters 10 --tokenizer-model some.json")
         found.derive("tokenizer some.json", vocab_size=ids)
-        adopt_architecture(found, Facts(1), SAVED, "there", "or load another model")
+        adopt_architecture(found, ProcessFacts(1), SAVED, "there", "or load another model")
         assert list(found.wrong) == wrong and found.vocab_size == 100
     assert found.wrong["tokenizer_model"].startswith(
-        "tokenizer some.json has 101 ids, the model of there 100;"
+        "tokenizer some.json has 101 ids, but the model of there has 100;"
     )
 
 
@@ -76,7 +76,7 @@ def test_learned_positions_cannot_be_made_more() -> None:
         max_position_embeddings=64,
     )
     with pytest.raises(ConfigError) as error:
-        resolve(found, Facts(1))
+        resolve(found, ProcessFacts(1))
     assert error.value.problems == [
         "--seq-length 128 is longer than the 64 learned positions of there; give a shorter one, or load another model"
     ]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pentatron.settings.settings import Facts
+from pentatron.settings.settings import ProcessFacts
 from tests.settings.builders import LEAST, about, problems
 
 # Setting, words with which it has no effect, words with which it has one
@@ -74,9 +74,9 @@ CASES: list[tuple[str, str, str]] = [
 
 @pytest.mark.parametrize(("name", "idle", "acting"), CASES)
 def test_idle(name: str, idle: str, acting: str) -> None:
-    (line,) = about(name, idle, Facts(1))
+    (line,) = about(name, idle, ProcessFacts(1))
     assert line.split(": ", 1)[0] in idle
-    assert about(name, acting, Facts(1)) == []
+    assert about(name, acting, ProcessFacts(1)) == []
 
 
 def test_one_process_has_no_replicas() -> None:
@@ -84,8 +84,8 @@ def test_one_process_has_no_replicas() -> None:
         "check_weight_hash_across_dp_replicas_interval",
         "--check-weight-hash-across-dp-replicas-interval 5",
     )
-    assert len(about(name, f"{LEAST} {words}", Facts(1))) == 1
-    assert about(name, f"{LEAST} {words}", Facts(2, 2)) == []
+    assert len(about(name, f"{LEAST} {words}", ProcessFacts(1))) == 1
+    assert about(name, f"{LEAST} {words}", ProcessFacts(2, 2)) == []
 
 
 def test_a_profile_ends_after_it_begins() -> None:

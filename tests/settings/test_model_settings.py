@@ -4,10 +4,10 @@ import pytest
 
 from pentatron.settings.layer_patterns import window_of_layer, windowed_layers
 from pentatron.settings.model_rules import POSITION_RULES
-from pentatron.settings.settings import Facts
+from pentatron.settings.settings import ProcessFacts
 from tests.settings.builders import LEAST, about, notices, problems, values
 
-ONE = Facts(1)
+ONE = ProcessFacts(1)
 ROPE = "--position-embedding-type rope"
 LLAMA3 = f"{ROPE} --rope-scaling-type llama3"
 LINEAR = f"{ROPE} --rope-scaling-type linear --rope-scaling-factor 2.0"

@@ -3,7 +3,7 @@
 import pytest
 
 from pentatron.settings.model import moe_layers
-from pentatron.settings.parameters import costs_of
+from pentatron.settings.model_sizes import costs_of
 from tests.settings.builders import resolved
 
 
@@ -64,7 +64,7 @@ def test_written(written: str, layers: int, expected: str) -> None:
         ),
     ],
 )
-def test_what_cannot_be_read(written: str, sentence: str) -> None:
+def test_invalid_moe_layer_freq_is_refused(written: str, sentence: str) -> None:
     with pytest.raises(ValueError) as error:
         moe_layers(written, 4)
     assert str(error.value) == sentence
@@ -77,7 +77,7 @@ def test_layers_of_a_configuration() -> None:
     assert resolved("--num-layers 4").config.layers_with_experts == ()
 
 
-def test_stages_are_divided_by_what_a_token_costs_there() -> None:
+def test_stages_are_divided_by_cost_per_token() -> None:
     """Counts only the experts that a token uses.
 
     Two experts of 100 and a shared one of 50 in half of the layers, and an MLP of 1000 in the others, cost as

@@ -3,25 +3,25 @@
 import pytest
 
 from pentatron.settings.model_rules import MOE_RULES
-from pentatron.settings.settings import Facts
+from pentatron.settings.settings import ProcessFacts
 from tests.settings.builders import notices, problems, resolved, values
 
-ONE = Facts(1)
-TWO = Facts(2, 2)
+ONE = ProcessFacts(1)
+TWO = ProcessFacts(2, 2)
 
 # name of the rule, words that break it, the sentence, words that keep it, facts of both
-CASES: list[tuple[str, str, str, str, Facts]] = [
+CASES: list[tuple[str, str, str, str, ProcessFacts]] = [
     ("experts", "--expert-model-parallel-size 3",
      "--expert-model-parallel-size 3 needs experts; give --num-experts", "--expert-model-parallel-size 1", ONE),
     ("experts", "--num-experts 64 --expert-model-parallel-size 3",
      "--num-experts 64 is not divisible by --expert-model-parallel-size 3; use 1, 2, 4, 8, 16, 32 or 64",
-     "--num-experts 63 --expert-model-parallel-size 3", Facts(3, 3)),
+     "--num-experts 63 --expert-model-parallel-size 3", ProcessFacts(3, 3)),
     ("experts", "--num-experts 4 --moe-router-topk 8",
      "--moe-router-topk 8 is more than --num-experts 4; use at most 4", "--num-experts 4 --moe-router-topk 4", ONE),
     ("expert_ranks", "--num-experts 64 --expert-model-parallel-size 8 --tp_size 2",
      "2 (data) × 1 (context) × 2 (tensor) = 4 ranks of a stage are no multiple of 8 (expert) × 2 (expert tensor) = 16; "
      "use sizes of which the second divides the first",
-     "--num-experts 64 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --tp_size 2", Facts(4, 4)),
+     "--num-experts 64 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --tp_size 2", ProcessFacts(4, 4)),
     ("expert_width", "--num-experts 4 --moe-ffn-hidden-size 33 --expert-tensor-parallel-size 2",
      "--moe-ffn-hidden-size 33 is not divisible by --expert-tensor-parallel-size 2; use 34, or another size",
      "--num-experts 4 --moe-ffn-hidden-size 33 --expert-tensor-parallel-size 1", TWO),
@@ -81,7 +81,7 @@ CASES: list[tuple[str, str, str, str, Facts]] = [
 @pytest.mark.parametrize(
     ("rule", "bad", "sentence", "good", "facts"), CASES, ids=[f"{c[0]}: {c[1]}" for c in CASES]
 )
-def test_rule(rule: str, bad: str, sentence: str, good: str, facts: Facts) -> None:
+def test_rule(rule: str, bad: str, sentence: str, good: str, facts: ProcessFacts) -> None:
     assert problems(bad, facts) == [sentence]
     assert problems(good, facts) == []
 
@@ -104,7 +104,7 @@ def test_limits(words: str, sentence: str) -> None:
     assert problems(f"--num-experts 4 {kinds} {words}") == [sentence]
 
 
-def test_what_follows_from_experts() -> None:
+def test_settings_derived_from_experts() -> None:
     found = values("--num-experts 4 --ffn-hidden-size 96 --tp_size 2", TWO)
     assert (found["moe_ffn_hidden_size"], found["expert_tensor_parallel_size"]) == (96, 2)
     assert found["sequence_parallel"]

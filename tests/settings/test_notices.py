@@ -8,19 +8,19 @@ from pentatron.settings.decision_types import DeviceFacts
 from pentatron.settings.decisions import decide
 from pentatron.settings.entry_points import TRAIN
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.run_config import table
-from pentatron.settings.settings import Facts
+from pentatron.settings.run_config import all_settings
+from pentatron.settings.settings import ProcessFacts
 from tests.settings.builders import LEAST, about, notices, other_value, resolved
 from tests.settings.test_device_notices import ON_A_GPU
 from tests.settings.test_loop_settings import CASES as OF_THE_LOOP
 from tests.settings.test_model_settings import IDLE as OF_THE_MODEL
 
-ONE = Facts(1)
-TWO = Facts(2, 2)
-FOUR = Facts(4, 4)
+ONE = ProcessFacts(1)
+TWO = ProcessFacts(2, 2)
+FOUR = ProcessFacts(4, 4)
 INSTANCES = "--num-distributed-optimizer-instances 2"
-TORCHRUN = Facts(2, 2, 2, "torchrun", True)
-SLURM = Facts(2, 2, 2, "Slurm", False)
+TORCHRUN = ProcessFacts(2, 2, 2, "torchrun", True)
+SLURM = ProcessFacts(2, 2, 2, "Slurm", False)
 FILES = "--data-path a --vocab-size 100 --train-iters 10"
 OWN_FILES = "--train-data-path a --vocab-size 100 --train-iters 10"
 INTERLEAVED = f"{LEAST} --pp_size 2 --virtual-pipeline-model-parallel-size 2 --num-microbatches 4"
@@ -30,9 +30,9 @@ BIAS = "--moe-router-score-function sigmoid --moe-router-enable-expert-bias"
 SYNTHETIC = "--dataset-size 80 --vocab-size 100 --train-iters 10"
 
 
-@pytest.mark.parametrize("name", [name for name, item in table().items() if item.notice])
-def test_every_notice_is_said(name: str) -> None:
-    item = table()[name]
+@pytest.mark.parametrize("name", [name for name, item in all_settings().items() if item.notice])
+def test_every_notice_is_printed(name: str) -> None:
+    item = all_settings()[name]
     value = other_value(item)
     words = item.written(value)
     assert notices(words) == [f"{words}: {item.notice}"]
@@ -40,7 +40,7 @@ def test_every_notice_is_said(name: str) -> None:
 
 # Setting, words with which it has no effect, words with which it has one, facts of the first, facts of the
 # second
-CASES: list[tuple[str, str, str, Facts, Facts]] = [
+CASES: list[tuple[str, str, str, ProcessFacts, ProcessFacts]] = [
     ("sequence_parallel", f"{LEAST} --sequence-parallel", f"{LEAST} --no-sequence-parallel", ONE, ONE),
     (
         "sequence_parallel",
@@ -138,7 +138,7 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
         ONE,
     ),
     ("split", f"{LEAST} --split 9,1,0", f"{FILES} --split 9,1,0", ONE, ONE),
-    ("corpus_bytes", f"{LEAST} --corpus-bytes 9", "--preset demo --corpus-bytes 9", ONE, Facts(2, 2)),
+    ("corpus_bytes", f"{LEAST} --corpus-bytes 9", "--preset demo --corpus-bytes 9", ONE, ProcessFacts(2, 2)),
     ("dataset_size", f"{LEAST} --dataset-size 9", SYNTHETIC, ONE, ONE),
     *(
         (flag[2:].replace("-", "_"), f"{SYNTHETIC} {flag}", f"{FILES} {flag}", ONE, ONE)
@@ -211,8 +211,20 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
         ONE,
         ONE,
     ),
-    ("sample_prompt", f"{LEAST} --sample-prompt a", "--preset demo --sample-prompt a", ONE, Facts(2, 2)),
-    ("sample_tokens", f"{LEAST} --sample-tokens 5", "--preset demo --sample-tokens 5", ONE, Facts(2, 2)),
+    (
+        "sample_prompt",
+        f"{LEAST} --sample-prompt a",
+        "--preset demo --sample-prompt a",
+        ONE,
+        ProcessFacts(2, 2),
+    ),
+    (
+        "sample_tokens",
+        f"{LEAST} --sample-tokens 5",
+        "--preset demo --sample-tokens 5",
+        ONE,
+        ProcessFacts(2, 2),
+    ),
     (
         "tokenizer_type",
         f"{LEAST} --tokenizer-type ByteTokenizer",
@@ -224,7 +236,7 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
         "tokenizer_model",
         "--preset demo --tokenizer-model a",
         f"{FILES} --tokenizer-model a",
-        Facts(2, 2),
+        ProcessFacts(2, 2),
         ONE,
     ),
     (
@@ -292,38 +304,44 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
         ONE,
         ONE,
     ),
-    ("ddp_bucket_size", f"{LEAST} --ddp-bucket-size 9", f"{LEAST} --ddp-bucket-size 9", ONE, Facts(2, 2)),
+    (
+        "ddp_bucket_size",
+        f"{LEAST} --ddp-bucket-size 9",
+        f"{LEAST} --ddp-bucket-size 9",
+        ONE,
+        ProcessFacts(2, 2),
+    ),
     (
         "distributed_timeout_minutes",
         f"{LEAST} --distributed-timeout-minutes 9.0",
         f"{LEAST} --distributed-timeout-minutes 9.0",
         ONE,
-        Facts(2, 2),
+        ProcessFacts(2, 2),
     ),
     (
         "distributed_timeout_seconds_after_init",
         f"{LEAST} --distributed-timeout-seconds-after-init 9.0",
         f"{LEAST} --distributed-timeout-seconds-after-init 9.0",
         ONE,
-        Facts(2, 2),
+        ProcessFacts(2, 2),
     ),
     (
         "heartbeat_timeout",
         f"{LEAST} --heartbeat-timeout 9.0",
         f"{LEAST} --heartbeat-timeout 9.0",
         ONE,
-        Facts(2, 2),
+        ProcessFacts(2, 2),
     ),
-    ("max_restarts", f"{LEAST} --max-restarts 9", f"{LEAST} --max-restarts 9", TORCHRUN, Facts(2, 2)),
-    ("master_port", f"{LEAST} --master-port 9", f"{LEAST} --master-port 9", ONE, Facts(2, 2)),
-    ("master_port", f"{LEAST} --master-port 9", f"{LEAST} --master-port 9", TORCHRUN, Facts(2, 2)),
+    ("max_restarts", f"{LEAST} --max-restarts 9", f"{LEAST} --max-restarts 9", TORCHRUN, ProcessFacts(2, 2)),
+    ("master_port", f"{LEAST} --master-port 9", f"{LEAST} --master-port 9", ONE, ProcessFacts(2, 2)),
+    ("master_port", f"{LEAST} --master-port 9", f"{LEAST} --master-port 9", TORCHRUN, ProcessFacts(2, 2)),
     ("init_method", f"{LEAST} --init-method tcp://a:1", f"{LEAST} --init-method tcp://a:1", TORCHRUN, SLURM),
     ("init_method", f"{LEAST} --init-method tcp://a:1", f"{LEAST} --init-method tcp://a:1", ONE, SLURM),
     (
         "init_method",
         f"{LEAST} --init-method tcp://a:1",
         f"{LEAST} --init-method tcp://a:1",
-        Facts(2, 2),
+        ProcessFacts(2, 2),
         SLURM,
     ),
     *(
@@ -501,7 +519,9 @@ CASES: list[tuple[str, str, str, Facts, Facts]] = [
 @pytest.mark.parametrize(
     ("name", "idle", "acting", "idle_facts", "acting_facts"), CASES, ids=[c[0] for c in CASES]
 )
-def test_idle(name: str, idle: str, acting: str, idle_facts: Facts, acting_facts: Facts) -> None:
+def test_idle(
+    name: str, idle: str, acting: str, idle_facts: ProcessFacts, acting_facts: ProcessFacts
+) -> None:
     (line,) = about(name, idle, idle_facts)
     flag, reason = line.split(": ", 1)
     assert flag in idle and len(reason.split()) >= 4
@@ -512,29 +532,29 @@ def test_every_need_and_decision_has_a_case() -> None:
     """Cases about conversations are in train/test_sft.py."""
     conversations = {"sft_packing", "sft_tokenizer_prompt_format", "chat_template", "sft_date"}
     elsewhere = {"check_weight_hash_across_dp_replicas_interval", *conversations, *ON_A_GPU}
-    elsewhere |= {n for n, item in table().items() if item.section == "moe"}
+    elsewhere |= {n for n, item in all_settings().items() if item.section == "moe"}
     cases = {case[0] for case in (*CASES, *OF_THE_LOOP, *OF_THE_MODEL)}
-    with_needs = {n for n, item in table().items() if item.needs}
-    decided = decide(resolved().config, DeviceFacts()).idle
+    with_needs = {n for n, item in all_settings().items() if item.needs}
+    decided = decide(resolved().config, DeviceFacts()).no_effect
     assert (with_needs | set(decided)) - elsewhere == cases - elsewhere
 
 
-def test_what_a_line_looks_like() -> None:
+def test_wording_of_notices() -> None:
     assert notices("--no-rope-fusion --cp_comm_type=a2a") == [
         "--cp_comm_type a2a: sequences are not split (--context-parallel-size 1), so nothing is exchanged",
-        "--no-rope-fusion: there is no separate rotary kernel here",
+        "--no-rope-fusion: there is no separate rotary kernel, so this has no effect",
     ]
     assert notices("--init-method tcp://a:1", TORCHRUN) == [
         "--init-method tcp://a:1: torchrun provides the rendezvous (MASTER_ADDR), which is used instead"
     ]
     assert notices("--epochs 3", least=FILES) == [
-        "--epochs 3: the data is not read here; --train-iters 10 decides"
+        "--epochs 3: the data is not read here; --train-iters 10 sets the length"
     ]
     assert notices("--epochs 3 --corpus python", least="--vocab-size 500") == [
         "--epochs 3: the number of steps is known once the run has tokenized its data"
     ]
     assert notices("--epochs 3 --data-path 2 a 1 b", least="--vocab-size 100 --train-iters 10") == [
-        "--epochs 3: data with weights is drawn by its shares and has no epochs; --train-iters 10 decides"
+        "--epochs 3: weighted data is sampled by weight, so it has no epochs; --train-iters 10 sets the length"
     ]
 
 
@@ -572,11 +592,11 @@ def test_a_default_typed_as_a_flag_is_answered() -> None:
 
 
 def test_presets_and_entry_points_are_not_scolded() -> None:
-    assert notices("--preset demo", Facts(2, 2), least="") == []
+    assert notices("--preset demo", ProcessFacts(2, 2), least="") == []
 
 
 @pytest.mark.parametrize(("total", "waiting"), [(2, "67%"), (4, "50%"), (6, None)])
-def test_a_pipeline_with_too_few_micro_batches_is_told_of(total: int, waiting: str | None) -> None:
+def test_pipeline_with_too_few_micro_batches_is_reported(total: int, waiting: str | None) -> None:
     words = f"{LEAST} --pp_size 3 --num-layers 3 --global-batch-size {total} --micro-batch-size 2"
-    told = [n for n in notices(words, Facts(3, 3)) if "pipeline ranks waiting" in n]
+    told = [n for n in notices(words, ProcessFacts(3, 3)) if "pipeline ranks waiting" in n]
     assert len(told) == (waiting is not None) and all(str(waiting) in n for n in told)

@@ -13,7 +13,7 @@ from pentatron.settings.entry_points import (
     EntryPoint,
 )
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.settings import Facts
+from pentatron.settings.settings import ProcessFacts
 from tests.settings.builders import LEAST, problems, values
 
 NAMES = ("initial_loss_scale", "loss_scale_window", "hysteresis", "min_loss_scale")
@@ -21,7 +21,7 @@ FACTORS = ("loss_scale_growth_factor", "loss_scale_backoff_factor")
 
 
 def chosen(entry: EntryPoint, words: str = "") -> list[float]:
-    config = resolve(gather([*LEAST.split(), "--fp16", *words.split()], entry), Facts(1)).config
+    config = resolve(gather([*LEAST.split(), "--fp16", *words.split()], entry), ProcessFacts(1)).config
     assert LossScaler(config.precision).is_dynamic
     return [getattr(config.precision, name) for name in (*NAMES, *FACTORS)]
 
@@ -56,5 +56,5 @@ def test_a_fixed_scale_is_for_every_precision() -> None:
         ("--optimizer lion", "--optimizer must be one of adam, sgd, not 'lion'"),
     ],
 )
-def test_what_is_refused(words: str, sentence: str) -> None:
+def test_invalid_precision_settings_are_refused(words: str, sentence: str) -> None:
     assert problems(words) == [sentence]

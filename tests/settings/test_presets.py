@@ -6,7 +6,7 @@ import pytest
 
 from pentatron.settings.derive import derive
 from pentatron.settings.presets import presets
-from pentatron.settings.settings import Facts, Settings
+from pentatron.settings.settings import ProcessFacts, Settings
 from tests.settings.builders import draft, problems, resolved, values
 
 # Billions of parameters, with as many digits as are published; "total/active" for mixtures of experts.
@@ -60,7 +60,7 @@ LEAST = "--mock-data --train-iters 10"
 def completed(name: str) -> Settings:
     """Returns the settings of a preset with all derived values."""
     found = draft(f"--preset {name} {LEAST}")
-    found.facts = Facts(1)
+    found.facts = ProcessFacts(1)
     derive(found)
     assert found.problems == []
     return found
@@ -106,7 +106,7 @@ def test_every_preset_but_the_demo_is_published() -> None:
 @pytest.mark.parametrize("name", presets())
 def test_preset_resolves(name: str) -> None:
     least = "" if name == "demo" else LEAST
-    assert problems(f"--preset {name}", Facts(2, 2), least=least) == []
+    assert problems(f"--preset {name}", ProcessFacts(2, 2), least=least) == []
 
 
 def test_families() -> None:
@@ -138,7 +138,7 @@ def test_llamas_after_the_third_are_stretched_for_long_sequences() -> None:
 
 def test_gpt3_has_padding_for_eight_tensor_ranks() -> None:
     found = draft(f"--preset gpt3-175b {LEAST} --tp_size 8")
-    found.facts = Facts(8, 8)
+    found.facts = ProcessFacts(8, 8)
     derive(found)
     assert found.padded_vocab_size == 51200
     assert found.ffn_hidden_size == 49152

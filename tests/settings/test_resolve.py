@@ -9,8 +9,8 @@ from pentatron.errors import UserError
 from pentatron.settings.derive import derive
 from pentatron.settings.entry_points import EXAMPLE, PARALLEL_3D, PRETRAIN_GPT, STANDARD, TRAIN, EntryPoint
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.run_config import table
-from pentatron.settings.settings import Facts
+from pentatron.settings.run_config import all_settings
+from pentatron.settings.settings import ProcessFacts
 from tests.settings.builders import draft, notices, problems, resolved, values
 
 
@@ -29,7 +29,7 @@ def file(folder: Path, text: str) -> str:
 
 def test_preset_then_file_then_flag(tmp_path: Path) -> None:
     path = file(tmp_path, "preset: demo\nnum_layers: 5\nlr: 5e-5\n")
-    found = resolve(gather(["--config", path, "--lr", "7e-5"], TRAIN), Facts(2, 2))
+    found = resolve(gather(["--config", path, "--lr", "7e-5"], TRAIN), ProcessFacts(2, 2))
     expected = {
         "hidden_size": (192, "preset demo"),
         "num_layers": (5, f"file {path}"),
@@ -69,7 +69,7 @@ def test_megatrons_default_decay_is_kept_in_its_entry_point() -> None:
         "--preset qwen3-8b", "--data-path x", "--mock-data", "--dataset-size 8", "--load x", "--corpus python",
     ],
 )  # fmt: skip
-def test_who_names_data_or_a_preset_does_not_get_the_demo(words: str) -> None:
+def test_demo_is_not_used_with_data_or_a_preset(words: str) -> None:
     assert draft(words).run_dir not in ("runs/demo", "runs/run")
     assert draft("--num-layers 2 --lr 1").run_dir == "runs/demo"
 
@@ -113,7 +113,7 @@ def test_heads(words: str, expected: dict[str, Any]) -> None:
 
 
 def test_a_presets_heads_follow_a_hidden_size_that_was_typed() -> None:
-    found = resolved("--preset demo --hidden-size 64", Facts(1), least="")
+    found = resolved("--preset demo --hidden-size 64", ProcessFacts(1), least="")
     assert chosen(found.config.flat(), "num_attention_heads kv_channels num_query_groups") == {
         "num_attention_heads": 8, "kv_channels": 8, "num_query_groups": 2,
     }  # fmt: skip
@@ -123,21 +123,23 @@ def test_a_presets_heads_follow_a_hidden_size_that_was_typed() -> None:
 def test_the_layout_does_not_choose_the_model() -> None:
     """The same settings give the same architecture on any number of ranks; only padding may differ."""
     for words in ("--hidden-size 64", "--hidden-size 256", "--hidden-size 1024 --swiglu"):
-        alone, spread = values(words), values(f"{words} --tp_size 4 --pp_size 2", Facts(8, 8))
-        architecture = [n for n, s in table().items() if s.section == "model" and n != "padded_vocab_size"]
+        alone, spread = values(words), values(f"{words} --tp_size 4 --pp_size 2", ProcessFacts(8, 8))
+        architecture = [
+            n for n, s in all_settings().items() if s.section == "model" and n != "padded_vocab_size"
+        ]
         assert {n: alone[n] for n in architecture} == {n: spread[n] for n in architecture}
 
 
 def test_a_presets_groups_follow_heads_that_were_typed() -> None:
-    found = resolved("--preset demo --num-attention-heads 8", Facts(2, 2), least="")
+    found = resolved("--preset demo --num-attention-heads 8", ProcessFacts(2, 2), least="")
     assert found.config.model.num_query_groups == 2
-    assert problems("--preset demo --num-attention-heads 8 --num-query-groups 3", Facts(2, 2), least="") == [
-        "--num-attention-heads 8 is not divisible by --num-query-groups 3; use 1, 2, 4 or 8 groups"
-    ]
+    assert problems(
+        "--preset demo --num-attention-heads 8 --num-query-groups 3", ProcessFacts(2, 2), least=""
+    ) == ["--num-attention-heads 8 is not divisible by --num-query-groups 3; use 1, 2, 4 or 8 groups"]
 
 
 def test_a_presets_heads_stay_where_they_fit() -> None:
-    assert values("--preset demo --hidden-size 384", Facts(2, 2), least="")["num_attention_heads"] == 6
+    assert values("--preset demo --hidden-size 384", ProcessFacts(2, 2), least="")["num_attention_heads"] == 6
     assert values("--preset qwen3-8b --hidden-size 5000")["num_attention_heads"] == 32
 
 
@@ -170,7 +172,7 @@ def test_ffn_width(words: str, ffn: int) -> None:
 def test_padded_vocabulary(vocab: int, divisor: int, tp: int, padded: int) -> None:
     words = f"--vocab-size {vocab} --make-vocab-size-divisible-by {divisor} --tensor-model-parallel-size {tp}"
     found = draft(f"--mock-data {words}")
-    found.facts = Facts(tp, tp)
+    found.facts = ProcessFacts(tp, tp)
     derive(found)
     assert found.problems == []
     assert found.padded_vocab_size == padded
@@ -186,7 +188,7 @@ def test_a_padded_vocabulary_that_is_given_stays() -> None:
 def test_a_vocabulary_learned_from_a_tokenizer_keeps_its_origin() -> None:
     found = draft("--mock-data --train-iters 3")
     found.derive("tokenizer x", vocab_size=77)
-    done = resolve(found, Facts(1))
+    done = resolve(found, ProcessFacts(1))
     assert done.config.model.padded_vocab_size == 128
     assert done.sources["vocab_size"] == "derived: tokenizer x"
 
@@ -195,7 +197,7 @@ def test_a_vocabulary_learned_from_a_tokenizer_keeps_its_origin() -> None:
 
 
 def test_processes() -> None:
-    found = resolved("", Facts(8, 4, 16))
+    found = resolved("", ProcessFacts(8, 4, 16))
     assert chosen(found.config.flat(), "data_parallel_size nproc_per_node threads_per_process") == {
         "data_parallel_size": 8, "nproc_per_node": 4, "threads_per_process": 4,
     }  # fmt: skip
@@ -203,19 +205,19 @@ def test_processes() -> None:
     assert found.config.grid.world_size == 8
 
 
-def test_data_parallel_size_is_what_the_model_leaves() -> None:
+def test_derived_data_parallel_size() -> None:
     for tp, pp, world, dp in ((2, 2, 8, 2), (4, 2, 16, 2), (8, 16, 128, 1), (4, 2, 8, 1)):
         found = draft(f"--tp_size {tp} --pp_size {pp}")
-        found.facts = Facts(world, 8)
+        found.facts = ProcessFacts(world, 8)
         derive(found)
         assert found.data_parallel_size == dp
 
 
 def test_a_presets_number_of_processes_gives_way_to_the_launchers() -> None:
-    found = resolved("--preset demo", Facts(2, 2, 4, "torchrun", True), least="")
+    found = resolved("--preset demo", ProcessFacts(2, 2, 4, "torchrun", True), least="")
     assert found.config.launch.nproc_per_node == 2
     assert found.sources["nproc_per_node"] == "derived: started by torchrun"
-    assert resolved("--preset demo", Facts(4, 4), least="").sources["nproc_per_node"] == "preset demo"
+    assert resolved("--preset demo", ProcessFacts(4, 4), least="").sources["nproc_per_node"] == "preset demo"
 
 
 @pytest.mark.parametrize(
@@ -243,25 +245,25 @@ def test_a_presets_number_of_processes_gives_way_to_the_launchers() -> None:
 def test_the_sizes_of_a_preset_give_way_and_typed_ones_do_not(
     words: str, world: int, sizes: tuple[int, int, int]
 ) -> None:
-    found = values(f"--preset demo {words}", Facts(world, world), least="")
+    found = values(f"--preset demo {words}", ProcessFacts(world, world), least="")
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
     assert tuple(found[name] for name in names) == sizes
 
 
 def test_why_a_size_gave_way() -> None:
     name = "pipeline_model_parallel_size"
-    alone = resolved("--preset demo", Facts(1), least="").sources
+    alone = resolved("--preset demo", ProcessFacts(1), least="").sources
     assert alone[name] == "derived: fits 1 process; the preset has 2"
-    pair = resolved("--preset demo", Facts(2, 2), least="").sources
+    pair = resolved("--preset demo", ProcessFacts(2, 2), least="").sources
     assert pair[name] == "derived: fits 2 processes; the preset has 2"
     assert pair["tensor_model_parallel_size"] == "preset demo"
-    short = resolved("--preset demo --num-layers 1", Facts(4, 4), least="").sources
-    assert short[name] == "derived: fits the settings given; the preset has 2"
+    short = resolved("--preset demo --num-layers 1", ProcessFacts(4, 4), least="").sources
+    assert short[name] == "derived: fits the given settings; the preset has 2"
 
 
 def test_a_typed_size_is_insisted_on() -> None:
     """Errors name the sizes that were typed, not those that the preset would add."""
-    assert problems("--preset demo --tp_size 4", Facts(2, 2), least="") == [
+    assert problems("--preset demo --tp_size 4", ProcessFacts(2, 2), least="") == [
         "2 processes are too few: one copy of the model needs 4 (tensor) × 1 (pipeline) × 1 (context) = 4; "
         "start 4 processes or a multiple, or lower the parallel sizes",
         "--num-attention-heads 6 is not divisible by --tensor-model-parallel-size 4; use 1, 2, 3 or 6",
@@ -279,12 +281,12 @@ def test_a_typed_size_is_insisted_on() -> None:
         ("--num-layers-per-virtual-pipeline-stage 1", 2, 4, "interleaved", "derived: 8 layers / (2 ranks × 1 layers)"),
         ("--num-layers-per-virtual-pipeline-stage 4", 2, 1, "1f1b", "derived: 8 layers / (2 ranks × 4 layers)"),
         ("--pipeline-model-parallel-layout Ettt|tt|tt|tL", 2, 2, "interleaved",
-         "derived: 4 stages written out / 2 ranks"),
+         "derived: 4 stages in --pipeline-model-parallel-layout / 2 ranks"),
         ("--pipeline-model-parallel-layout Ettttt|tttL", 2, None, "1f1b", "default"),
     ],
 )  # fmt: skip
 def test_virtual_stages(words: str, world: int, virtual: int | None, schedule: str, reason: str) -> None:
-    found = resolved(f"--num-layers 8 --pp_size {world} {words}", Facts(world, world))
+    found = resolved(f"--num-layers 8 --pp_size {world} {words}", ProcessFacts(world, world))
     assert found.config.parallel.virtual_pipeline_model_parallel_size == virtual
     assert found.config.virtual_stages == (virtual or 1)
     assert found.config.parallel.pipeline_schedule == schedule
@@ -312,7 +314,7 @@ def test_virtual_stages(words: str, world: int, virtual: int | None, schedule: s
     ],
 )
 def test_batches(words: str, world: int, micro: int, total: int, steps: int) -> None:
-    config = resolved(words, Facts(world, world)).config
+    config = resolved(words, ProcessFacts(world, world)).config
     assert (config.train.micro_batch_size, config.train.global_batch_size) == (micro, total)
     assert config.accumulation == steps
 
@@ -335,13 +337,13 @@ def test_batches(words: str, world: int, micro: int, total: int, steps: int) -> 
 def test_batches_of_the_guides_programs(
     entry: EntryPoint, words: str, world: int, micro: int, total: int, steps: int
 ) -> None:
-    config = resolved(words, Facts(world, world), entry, least="").config
+    config = resolved(words, ProcessFacts(world, world), entry, least="").config
     assert (config.train.micro_batch_size, config.train.global_batch_size) == (micro, total)
     assert config.accumulation == steps
 
 
 def test_a_presets_micro_batch_gives_way_to_the_number_of_processes() -> None:
-    found = resolved("--preset demo --nproc-per-node 32", Facts(32, 32), least="")
+    found = resolved("--preset demo --nproc-per-node 32", ProcessFacts(32, 32), least="")
     assert (found.config.train.micro_batch_size, found.config.train.global_batch_size) == (2, 16)
     assert found.sources["micro_batch_size"] == "derived: a divisor of 16 / 8 ranks; the preset has 4"
 
@@ -350,7 +352,7 @@ def test_a_presets_micro_batch_gives_way_to_the_number_of_processes() -> None:
 
 
 def length(words: str, entry: EntryPoint = EXAMPLE) -> tuple[int, list[str]]:
-    found = resolved(words, Facts(1), entry, least="")
+    found = resolved(words, ProcessFacts(1), entry, least="")
     assert found.config.train.train_iters is not None
     return found.config.train.train_iters, [n for n in found.notices if n.startswith("training stops")]
 
@@ -403,10 +405,10 @@ def test_a_run_as_long_as_its_samples() -> None:
     assert chosen(flat, "train_iters lr_decay_iters lr_decay_samples") == {
         "train_iters": 10, "lr_decay_iters": None, "lr_decay_samples": 43,
     }  # fmt: skip
-    assert found.sources["train_iters"] == "derived: steps of 43 samples; 3 are left over"
+    assert found.sources["train_iters"] == "derived: steps of 43 samples; 3 are not used"
 
 
-def test_a_flag_is_stronger_than_what_a_file_says_in_other_words(tmp_path: Path) -> None:
+def test_flags_override_equivalent_settings_of_a_file(tmp_path: Path) -> None:
     path = file(
         tmp_path,
         "mock_data: true\nvocab_size: 100\ntrain_iters: 50\nlr_warmup_iters: 5\nlr_decay_iters: 40\n",
@@ -467,11 +469,11 @@ def test_a_number_that_cannot_be_is_one_sentence_and_hides_nothing(words: str) -
     assert found[1] == "--min-lr 5.0 is above --lr 1.0; lower the first or raise the second"
 
 
-def test_what_the_command_line_knows_to_be_wrong_is_reported_with_the_rest() -> None:
+def test_problems_found_while_reading_flags_are_reported_with_the_rest() -> None:
     found = draft("--mock-data --train-iters 3 --min-lr 5")
     found.wrong["vocab_size"] = "Tokenizer not found."
     with pytest.raises(UserError) as error:
-        resolve(found, Facts(1))
+        resolve(found, ProcessFacts(1))
     assert str(error.value).splitlines()[1:] == [
         "  1. Tokenizer not found.",
         "  2. --min-lr 5.0 is above --lr 0.0003; lower the first or raise the second",

@@ -3,7 +3,7 @@
 import pytest
 
 from pentatron.layout.check import check
-from pentatron.settings.parameters import costs_of
+from pentatron.settings.model_sizes import costs_of
 from pentatron.settings.run_config import RunConfig
 from tests.support import resolved
 
@@ -75,15 +75,15 @@ def test_placement_and_schedule() -> None:
     )
     assert found.placement.rank_of == (0, 1, 0, 1)
     assert found.virtual_stages == 2
-    assert check(found.schedule(8)).alive == (5, 3)
-    assert check(found.forward_schedule(3)).alive == (0, 0)
+    assert check(found.schedule(8)).in_flight == (5, 3)
+    assert check(found.forward_schedule(3)).in_flight == (0, 0)
 
 
 def test_a_group_of_micro_batches_reaches_the_schedule() -> None:
     words = "--pp_size 2 --num-layers 4 --virtual-pipeline-model-parallel-size 2 --micro-batch-size 1"
     found = config(f"{words} --microbatch-group-size-per-virtual-pipeline-stage 4", 2)
-    assert check(found.schedule(8)).alive == (7, 5)
-    assert check(found.schedule(3)).alive == (6, 4), "a shorter step has no more than three"
+    assert check(found.schedule(8)).in_flight == (7, 5)
+    assert check(found.schedule(3)).in_flight == (6, 4), "a shorter step has no more than three"
 
 
 @pytest.mark.parametrize("kind", ["1f1b", "gpipe", "interleaved", "zero-bubble", "zbv", "dualpipev"])
@@ -92,21 +92,23 @@ def test_one_rank_runs_one_micro_batch_after_the_other(kind: str) -> None:
     assert " ".join(map(str, actions[0])) == "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 R0"
 
 
-@pytest.mark.parametrize(("kind", "alive"), [("1f1b", (2, 1)), ("gpipe", (4, 4)), ("zero-bubble", (2, 2))])
-def test_the_schedule_that_was_asked_for_runs(kind: str, alive: tuple[int, int]) -> None:
-    assert check(config(f"--pp_size 2 --pipeline-schedule {kind}", 2).schedule(4)).alive == alive
+@pytest.mark.parametrize(
+    ("kind", "in_flight"), [("1f1b", (2, 1)), ("gpipe", (4, 4)), ("zero-bubble", (2, 2))]
+)
+def test_the_schedule_that_was_asked_for_runs(kind: str, in_flight: tuple[int, int]) -> None:
+    assert check(config(f"--pp_size 2 --pipeline-schedule {kind}", 2).schedule(4)).in_flight == in_flight
 
 
 FOLDED = "--pp_size 2 --num-layers 8 --micro-batch-size 1 --untie-embeddings-and-output-weights --pipeline-schedule"
 
 
-@pytest.mark.parametrize(("kind", "alive"), [("zbv", (4, 4)), ("dualpipev", (5, 5))])
-def test_a_folded_pipeline(kind: str, alive: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("kind", "in_flight"), [("zbv", (4, 4)), ("dualpipev", (5, 5))])
+def test_a_folded_pipeline(kind: str, in_flight: tuple[int, int]) -> None:
     found = config(f"{FOLDED} {kind}", 2)
     assert found.placement.rank_of == (0, 1, 1, 0) and found.virtual_stages == 2
     assert found.defers_weight_gradients and not config("--pp_size 2", 2).defers_weight_gradients
-    assert check(found.schedule(8)).alive == alive
-    assert check(found.forward_schedule(3)).alive == (0, 0)
+    assert check(found.schedule(8)).in_flight == in_flight
+    assert check(found.forward_schedule(3)).in_flight == (0, 0)
 
 
 def test_layers_of_the_first_rank_of_a_folded_pipeline() -> None:
@@ -120,5 +122,5 @@ def test_layers_of_the_first_rank_of_a_folded_pipeline() -> None:
 def test_zero_bubble_with_virtual_stages_takes_groups() -> None:
     words = "--pp_size 2 --num-layers 4 --virtual-pipeline-model-parallel-size 2 --micro-batch-size 1"
     words += " --pipeline-schedule zero-bubble --microbatch-group-size-per-virtual-pipeline-stage"
-    assert check(config(f"{words} 4", 2).schedule(8)).alive == (7, 7)
-    assert check(config(f"{words} 2", 2).schedule(8)).alive == (5, 5)
+    assert check(config(f"{words} 4", 2).schedule(8)).in_flight == (7, 7)
+    assert check(config(f"{words} 2", 2).schedule(8)).in_flight == (5, 5)

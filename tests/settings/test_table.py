@@ -10,9 +10,9 @@ from pentatron.settings.command_line import parse_flags
 from pentatron.settings.entry_points import ENTRY_POINTS, TRAIN
 from pentatron.settings.presets import presets
 from pentatron.settings.rules import problems_of
-from pentatron.settings.run_config import RunConfig, sections, table
+from pentatron.settings.run_config import RunConfig, all_settings, sections
 from pentatron.settings.settings import Assigned, Settings
-from tests.settings.builders import all_settings, other_value, resolved
+from tests.settings.builders import other_value, resolved, setting_names
 from tests.settings.usage import settings_read, settings_read_anywhere
 
 # Read by a rule alone, which compares it with the real number of processes.
@@ -29,20 +29,20 @@ def entries(value: Any) -> tuple[Any, ...]:
 
 
 def test_no_two_settings_share_a_spelling() -> None:
-    counts = Counter(spelling.flag for item in table().values() for spelling in item.spellings)
+    counts = Counter(spelling.flag for item in all_settings().values() for spelling in item.spellings)
     assert [flag for flag, count in counts.items() if count > 1] == []
 
 
 def test_no_spelling_hides_an_entry_points_own_meaning() -> None:
-    flags = {spelling.flag for item in table().values() for spelling in item.spellings}
+    flags = {spelling.flag for item in all_settings().values() for spelling in item.spellings}
     for entry in ENTRY_POINTS.values():
         assert flags.isdisjoint(entry.refused), entry.name
         assert flags.isdisjoint(entry.spellings), entry.name
 
 
-@pytest.mark.parametrize("name", all_settings())
+@pytest.mark.parametrize("name", setting_names())
 def test_every_setting_has_a_help_and_a_dashed_flag(name: str) -> None:
-    item = table()[name]
+    item = all_settings()[name]
     assert item.help and not item.help.endswith(".")
     assert item.flag == "--" + name.replace("_", "-")
 
@@ -55,7 +55,7 @@ def test_every_section_is_a_frozen_dataclass_with_a_title() -> None:
 
 
 def test_defaults_are_of_the_declared_type_and_among_the_choices() -> None:
-    for name, item in table().items():
+    for name, item in all_settings().items():
         if item.default is None:
             assert item.optional, name
         for value in entries(item.default):
@@ -65,17 +65,17 @@ def test_defaults_are_of_the_declared_type_and_among_the_choices() -> None:
 
 
 def test_build_puts_every_value_into_its_section() -> None:
-    values = {name: object() for name in table()}
+    values = {name: object() for name in all_settings()}
     config = RunConfig.of(Settings(values))
     assert config.flat() == values
-    assert {s.section for s in table().values()} == {f.name for f in dataclasses.fields(RunConfig)}
+    assert {s.section for s in all_settings().values()} == {f.name for f in dataclasses.fields(RunConfig)}
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.model = config.model  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("name", all_settings())
+@pytest.mark.parametrize("name", setting_names())
 def test_every_setting_is_reached_by_its_own_flag(name: str) -> None:
-    item = table()[name]
+    item = all_settings()[name]
     value = other_value(item)
     flag = f"--no-{item.flag[2:]}" if value is False else item.flag
     if isinstance(value, bool):
@@ -87,9 +87,9 @@ def test_every_setting_is_reached_by_its_own_flag(name: str) -> None:
     assert type(parsed.values[name].value) is type(value)
 
 
-@pytest.mark.parametrize("name", [name for name, item in table().items() if item.not_yet])
+@pytest.mark.parametrize("name", [name for name, item in all_settings().items() if item.not_yet])
 def test_every_missing_feature_is_refused(name: str) -> None:
-    item = table()[name]
+    item = all_settings()[name]
     settings = resolved().settings.changed(**{name: other_value(item)})
     refusals = [p for p in problems_of(settings) if "which this version does not have yet" in p]
     assert refusals == [
@@ -99,9 +99,11 @@ def test_every_missing_feature_is_refused(name: str) -> None:
     assert not any(item.refuses(value) for value in item.available)
 
 
-@pytest.mark.parametrize("name", [name for name, item in table().items() if item.base_type in (int, float)])
+@pytest.mark.parametrize(
+    "name", [name for name, item in all_settings().items() if item.base_type in (int, float)]
+)
 def test_every_number_has_limits(name: str) -> None:
-    item = table()[name]
+    item = all_settings()[name]
     elsewhere = item.choices or (item.is_list and item.not_yet)
     assert (item.limit is not None) != bool(elsewhere), (
         "choices are limits of their own, and a refused list needs none"
@@ -109,7 +111,7 @@ def test_every_number_has_limits(name: str) -> None:
 
 
 def test_limits_admit_the_defaults() -> None:
-    for name, item in table().items():
+    for name, item in all_settings().items():
         assert item.limit is None or item.limit.allows(item.default), name
 
 
@@ -118,18 +120,18 @@ def read() -> dict[str, set[str]]:
     return settings_read_anywhere()
 
 
-@pytest.mark.parametrize("name", all_settings())
+@pytest.mark.parametrize("name", setting_names())
 def test_no_setting_is_silently_ignored(name: str, read: dict[str, set[str]]) -> None:
     """Every setting is read by code that acts on it, refused as not implemented, or gives a notice."""
-    item = table()[name]
+    item = all_settings()[name]
     if name in WAITS_FOR and not read.get(name):
-        assert table()[WAITS_FOR[name]].not_yet, f"{name} must be used now, or refused"
+        assert all_settings()[WAITS_FOR[name]].not_yet, f"{name} must be used now, or refused"
         assert item.needs
         return
     assert read.get(name) or item.not_yet or item.notice or name in ONLY_CHECKED
 
 
-@pytest.mark.parametrize("name", [name for name, item in table().items() if item.notice])
+@pytest.mark.parametrize("name", [name for name, item in all_settings().items() if item.notice])
 def test_a_notice_does_not_hide_a_setting_that_acts(name: str, read: dict[str, set[str]]) -> None:
     assert not read.get(name)
 
@@ -152,7 +154,7 @@ def test_a_notice_does_not_hide_a_setting_that_acts(name: str, read: dict[str, s
         ("x = config.model.lr", set()),
     ],
 )
-def test_reads_are_told_from_lookalikes(source: str, found: set[str]) -> None:
+def test_reads_of_settings_are_distinguished_from_lookalikes(source: str, found: set[str]) -> None:
     assert settings_read(source) == found
 
 
@@ -160,10 +162,10 @@ def test_presets_and_entry_points_name_settings_with_values_of_their_type() -> N
     tables = {**presets(), **{e.name: e.defaults for e in ENTRY_POINTS.values()}}
     for where, values in tables.items():
         for name, value in values.items():
-            item = table()[name]
+            item = all_settings()[name]
             assert isinstance(value, tuple) == item.is_list, (where, name)
             for entry in entries(value):
                 assert isinstance(entry, item.base_type), (where, name)
                 assert not item.choices or entry in item.choices, (where, name)
     for entry in ENTRY_POINTS.values():
-        assert set(entry.spellings.values()) <= set(table())
+        assert set(entry.spellings.values()) <= set(all_settings())

@@ -8,7 +8,7 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
-from pentatron.settings.run_config import sections, table
+from pentatron.settings.run_config import all_settings, sections
 
 PACKAGE = Path(__file__).parents[2] / "pentatron"
 DECLARATIONS = {"model.py", "training.py", "parallel.py", "output.py", "declaration.py"}
@@ -36,11 +36,11 @@ def settings_read(source: str) -> set[str]:
     aliases = _aliases(tree)
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in table():
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in all_settings():
             base = _last_name(node.value)
-            if base in DRAFTS or table()[node.attr].section in {base, *aliases[base]}:
+            if base in DRAFTS or all_settings()[node.attr].section in {base, *aliases[base]}:
                 found.add(node.attr)
-    return found & set(table())
+    return found & set(all_settings())
 
 
 def _aliases(tree: ast.AST) -> defaultdict[str, set[str]]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pentatron.parallel.rank_status import Call
+from pentatron.parallel.rank_status import PendingCall
 from pentatron.supervise.hang import Hang, HangDetector, HangLimits
 from pentatron.supervise.heartbeat import Heartbeat
 
@@ -15,7 +15,7 @@ USUAL = HangLimits(20.0, 600.0)
 def beat(
     rank: int, calls: int = 50, waits: bool = True, what: str = "all-reduce", step: int = 7
 ) -> Heartbeat:
-    call = Call(what, EVERYONE, calls, 2) if waits else None
+    call = PendingCall(what, EVERYONE, calls, 2) if waits else None
     return Heartbeat(
         rank=rank,
         pid=1000 + rank,
@@ -36,7 +36,7 @@ def watch_for(seconds: float, beats: list[Heartbeat], limits: HangLimits = USUAL
     """Repeats the heartbeats once a second with new pulses; returns the hang, if any."""
     watch, ranks = HangDetector(limits), [b.rank for b in beats]
     for now in range(int(seconds) + 2):
-        hang = watch.look([replace(b, pulse=now) for b in beats], float(now), ranks)
+        hang = watch.check([replace(b, pulse=now) for b in beats], float(now), ranks)
         if hang is not None:
             assert now >= seconds
             return hang
@@ -63,15 +63,15 @@ def test_a_rank_that_left_a_collective_out() -> None:
     assert "rank 1 of 2 waits in a different collective than the other ranks" in hang.sentence({}, 2)
 
 
-def test_nobody_is_blamed_without_a_reason() -> None:
+def test_hang_without_evidence_names_no_culprit() -> None:
     hang = watch_for(20, [beat(0, what="broadcast"), beat(1)])
     assert hang is not None and hang.culprits == []
     assert "no single rank is the cause: rank 0 waits in the broadcast #50" in hang.sentence({}, 2)
 
 
-def test_a_rank_without_a_sign_of_life_whatever_it_was_doing() -> None:
+def test_rank_without_heartbeat_is_a_hang_in_any_phase() -> None:
     watch, silent = HangDetector(USUAL), replace(beat(1, waits=False), phase="saving")
-    looks = [watch.look([replace(beat(0, 50 + n), pulse=n), silent], float(n), [0, 1]) for n in range(23)]
+    looks = [watch.check([replace(beat(0, 50 + n), pulse=n), silent], float(n), [0, 1]) for n in range(23)]
     assert looks[20] is None
     hang = looks[-1]
     assert hang is not None and hang.culprits == [1]
@@ -80,17 +80,21 @@ def test_a_rank_without_a_sign_of_life_whatever_it_was_doing() -> None:
 
 def test_a_long_load_may_hold_the_interpreter() -> None:
     loading = replace(beat(0), phase="building the model")
-    assert HangLimits(None, 600.0).silence(loading) == 5 * HangLimits(None, 600.0).silence(beat(0))
-    assert HangLimits(20.0, 600.0).silence(loading) == 20, "unless the user says how long"
+    assert HangLimits(None, 600.0).silence_timeout(loading) == 5 * HangLimits(None, 600.0).silence_timeout(
+        beat(0)
+    )
+    assert HangLimits(20.0, 600.0).silence_timeout(loading) == 20, "unless the user says how long"
     compiling = replace(beat(0), first_step=0.0)
-    assert HangLimits(None, 600.0).silence(compiling) == HangLimits(None, 600.0).silence(loading)
+    assert HangLimits(None, 600.0).silence_timeout(compiling) == HangLimits(None, 600.0).silence_timeout(
+        loading
+    )
 
 
 @pytest.mark.parametrize(
     "change",
     [{"phase": "saving"}, {"phase": "evaluating"}, {"phase": "building the model"}, {"first_step": 0.0}],
 )
-def test_what_may_take_long_is_left_alone(change: dict[str, object]) -> None:
+def test_long_phases_are_no_hang(change: dict[str, object]) -> None:
     """Saves, evaluations, starts and the first step, which compiles, end only at the collective timeout."""
     beats = [beat(0), replace(beat(1, waits=False), **change)]
     assert watch_for(300, beats) is None
@@ -116,5 +120,5 @@ def test_ranks_that_have_ended_and_a_launcher_that_slept_are_no_hang() -> None:
     for now in range(40):
         # Rank 1 has ended; rank 0 still writes its results.
         own = [replace(beat(0, 50 + now), pulse=now), *([beat(1)] if now < 2 else [])]
-        assert watch.look(own, float(now), [0, 1] if now < 2 else [0]) is None
-    assert watch.look([beat(0)], 1000.0, [0]) is None, "nobody looked for a long time"
+        assert watch.check(own, float(now), [0, 1] if now < 2 else [0]) is None
+    assert watch.check([beat(0)], 1000.0, [0]) is None, "nobody looked for a long time"

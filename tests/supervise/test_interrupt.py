@@ -22,7 +22,7 @@ def test_a_signal_and_its_echo_from_the_launcher_are_one_request(monkeypatch: py
         request(signal.SIGINT, None)
 
 
-def test_a_warning_and_what_follows_it_are_one_request() -> None:
+def test_repeated_signals_are_one_request() -> None:
     """Slurm sends SIGUSR1, and SIGTERM at the time limit; only a second Ctrl-C ends the run at once."""
     request = StopRequest()
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGHUP):
@@ -38,11 +38,11 @@ def test_without_a_launcher_the_second_signal_counts_at_once() -> None:
 
 
 def test_the_first_ctrl_c_is_answered_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    request = StopRequest(tells=True)
+    request = StopRequest(prints_notice=True)
     for number in (signal.SIGINT, signal.SIGTERM):
         request(number, None)
     StopRequest()(signal.SIGINT, None)
-    assert capfd.readouterr().err == "Ctrl-C: the run ends after this step; once more ends it at once\n"
+    assert capfd.readouterr().err == "Ctrl-C: stopping after this step; press again to stop immediately\n"
 
 
 def test_a_launcher_that_is_gone_is_not_called_a_signal() -> None:

@@ -37,13 +37,13 @@ def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerWatch
 def look(watch: PeerWatchdog, times: int = 6) -> None:
     """Checks `times` times, as if the rank had hung for long."""
     for _ in range(times):
-        watch.at_pulse()
+        watch.on_beat()
         watch._since = time.monotonic() - 5000
 
 
-def test_a_hang_where_an_earlier_one_was_is_told_as_well(watch: PeerWatchdog) -> None:
+def test_second_hang_at_the_same_step_is_reported(watch: PeerWatchdog) -> None:
     said: list[str] = []
-    watch.tell = said.append
+    watch.print_line = said.append
     with pytest.raises(Left):
         look(watch)
     (line,) = said
@@ -55,10 +55,10 @@ def test_a_hang_where_an_earlier_one_was_is_told_as_well(watch: PeerWatchdog) ->
     assert len(said) == 1
 
 
-def test_who_cannot_write_its_own_beats_blames_nobody(watch: PeerWatchdog) -> None:
+def test_rank_that_cannot_write_heartbeats_reports_no_hang(watch: PeerWatchdog) -> None:
     """On a full disk no rank can write heartbeats, so that old ones are no evidence of a hang."""
-    assert watch.heart is not None
-    watch.heart._file = os.open("/dev/full", os.O_RDWR)
-    watch.heart.beat()
+    assert watch.writer is not None
+    watch.writer._file = os.open("/dev/full", os.O_RDWR)
+    watch.writer.beat()
     look(watch)
     assert sorted(path.name for path in watch.folder.glob("hang*")) == ["hang-7.txt"]

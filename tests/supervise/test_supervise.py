@@ -35,7 +35,7 @@ def run(script: str, processes: int, monkeypatch: pytest.MonkeyPatch) -> JobResu
     return run_workers(["-c", _SCRIPT + script], processes, None, os.environ, os.getpid())
 
 
-def test_a_killed_rank_is_the_first_whatever_the_others_say_and_nobody_is_left(
+def test_killed_rank_is_the_cause_and_no_process_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 exits before the kill of rank 1 is noticed; rank 2 ignores SIGTERM and has a child process."""
@@ -67,18 +67,18 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def test_who_leaves_in_silence_is_named_where_all_others_lost_somebody(
+def test_rank_that_exits_early_is_the_cause_if_the_others_lost_contact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended = run('if rank == 0: tell("lost"); sys.exit(1)', 2, monkeypatch)
-    assert ended.failures[0].rank == 1 and "ended before the others were done" in ended.failures[0].how
+    assert ended.failures[0].rank == 1 and "exited before the others" in ended.failures[0].how
     ended = run('if rank == 0: tell("exception"); sys.exit(1)', 2, monkeypatch)
     assert ended.failures[0].rank == 0 and ended.failures[0].text == "exception of rank 0"
 
 
-def test_who_stays_when_the_others_give_up_waiting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_rank_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = run('if rank == 0: tell("lost"); sys.exit(1)\ntime.sleep(1000)', 2, monkeypatch)
-    assert ended.failures[0].rank == 1 and "did not answer the others" in ended.failures[0].how
+    assert ended.failures[0].rank == 1 and "did not respond to the others" in ended.failures[0].how
 
 
 def test_an_end_with_0_is_a_success_only_of_ranks_that_finished_their_work(
@@ -88,21 +88,21 @@ def test_an_end_with_0_is_a_success_only_of_ranks_that_finished_their_work(
     assert (ended.exit_code, ended.status, list(ended.failures)) == (0, 0, [])
     ended = run("mark_working(job, rank)\nif rank == 0: mark_done(job, rank)", 2, monkeypatch)
     assert (ended.exit_code, ended.status, ended.failures[0].rank, ended.is_crash) == (1, 1, 1, True)
-    assert ended.story(2) == "rank 1 of 2 ended with exit code 0 and unfinished work"
+    assert ended.failure_message(2) == "rank 1 of 2 ended with exit code 0 and unfinished work"
 
 
-def test_ranks_that_never_began_are_told_and_not_started_again(
+def test_ranks_that_never_began_are_reported_and_not_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Happens if a file of the program's name in the current folder is run in its place."""
     ended = run_workers(["-c", ""], 2, None, os.environ, os.getpid())
-    story = Story(tmp_path, [(ended, None)])
-    assert story.run().status == 1 and story.restarts == [0]
+    scripted = ScriptedJob(tmp_path, [(ended, None)])
+    assert scripted.run().status == 1 and scripted.restarts == [0]
     assert (
-        story.said[0]
+        scripted.said[0]
         == "rank 0 of 2 ended with exit code 0 and unfinished work before its first step was done"
     )
-    assert "not started again: a failure before the first step would repeat" in story.said[1]
+    assert "not started again: a failure before the first step would repeat" in scripted.said[1]
 
 
 def test_sigquit_asks_every_rank_for_its_stacks_and_the_job_continues(
@@ -139,7 +139,7 @@ def crash(step: int, code: int = -9, advanced: bool = True, opened: bool = True)
     return JobResult(code, [Failure(1, code, 0.0)], None, step, advanced, opened)
 
 
-class Story:
+class ScriptedJob:
     """Supervises scripted attempts: how each one ends, and the step that is saved by then."""
 
     def __init__(self, folder: Path, endings: Sequence[tuple[JobResult, int | None]], limit: int = 3) -> None:
@@ -178,47 +178,56 @@ class Story:
         ).run()
 
 
-def test_a_crash_goes_on_from_the_last_checkpoint_and_says_what_it_costs(tmp_path: Path) -> None:
-    story = Story(tmp_path, [(crash(47), 40), (JobResult(0), 100)])
-    assert story.run().exit_code == 0 and story.restarts == [0, 1]
-    assert story.said[0].startswith("rank 1 of 2 was killed by SIGKILL") and "after step 47" in story.said[0]
-    assert story.said[1:] == ["restarting from step 40 (1 of 3); 7 steps are lost"]
+def test_crash_restarts_from_the_last_checkpoint_and_reports_lost_steps(tmp_path: Path) -> None:
+    scripted = ScriptedJob(tmp_path, [(crash(47), 40), (JobResult(0), 100)])
+    assert scripted.run().exit_code == 0 and scripted.restarts == [0, 1]
+    assert (
+        scripted.said[0].startswith("rank 1 of 2 was killed by SIGKILL")
+        and "after step 47" in scripted.said[0]
+    )
+    assert scripted.said[1:] == ["restarting from step 40 (1 of 3); 7 steps are lost"]
     (row,) = map(json.loads, (tmp_path / "restarts.jsonl").read_text().splitlines())
     assert (row["rank"], row["after_step"], row["from_step"], row["steps_lost"]) == (1, 47, 40, 7)
-    assert (tmp_path / "train.log").read_text().splitlines()[-1] == story.said[1]
+    assert (tmp_path / "train.log").read_text().splitlines()[-1] == scripted.said[1]
 
 
-def test_what_fails_at_the_same_place_is_given_up(tmp_path: Path) -> None:
-    story = Story(tmp_path, [(crash(47), 40)] * 9, limit=3)
-    assert story.run().is_crash and story.restarts == [0, 1, 2, 3]
-    assert "3 restarts in a row have reached no new checkpoint (--max-restarts 3)" in story.said[-1]
-    assert "The last checkpoint, step 40, is intact" in story.said[-1]
+def test_repeated_crash_without_progress_ends_the_job(tmp_path: Path) -> None:
+    scripted = ScriptedJob(tmp_path, [(crash(47), 40)] * 9, limit=3)
+    assert scripted.run().is_crash and scripted.restarts == [0, 1, 2, 3]
+    assert "3 restarts in a row have reached no new checkpoint (--max-restarts 3)" in scripted.said[-1]
+    assert "The last checkpoint, step 40, is intact" in scripted.said[-1]
     # Also without any checkpoint.
-    story = Story(tmp_path, [(crash(7), None)] * 9, limit=1)
-    assert story.run().is_crash and story.restarts == [0, 1] and "the restart has reached" in story.said[-1]
+    scripted = ScriptedJob(tmp_path, [(crash(7), None)] * 9, limit=1)
+    assert (
+        scripted.run().is_crash
+        and scripted.restarts == [0, 1]
+        and "the restart has reached" in scripted.said[-1]
+    )
 
 
-def test_what_gets_on_between_its_crashes_is_counted_anew(tmp_path: Path) -> None:
-    story = Story(tmp_path, [*((crash(10 * n + 7), 10 * n) for n in range(9)), (JobResult(0), 100)], limit=2)
-    assert story.run().exit_code == 0 and story.restarts == list(range(10))
-    assert [line for line in story.said if "restarting" in line][-1].startswith(
+def test_progress_resets_the_restart_count(tmp_path: Path) -> None:
+    scripted = ScriptedJob(
+        tmp_path, [*((crash(10 * n + 7), 10 * n) for n in range(9)), (JobResult(0), 100)], limit=2
+    )
+    assert scripted.run().exit_code == 0 and scripted.restarts == list(range(10))
+    assert [line for line in scripted.said if "restarting" in line][-1].startswith(
         "restarting from step 80 (1 of 2)"
     )
     rows = [json.loads(line)["restart"] for line in (tmp_path / "restarts.jsonl").read_text().splitlines()]
     assert rows == list(range(1, 10)), "the record counts them all"
     # Saving a step again whose checkpoint was damaged is no progress.
     steps = (40, 20, 40, 20, 40)
-    story = Story(tmp_path, [(crash(47), saved) for saved in steps], limit=3)
-    assert story.run().is_crash and story.restarts == [0, 1, 2, 3]
+    scripted = ScriptedJob(tmp_path, [(crash(47), saved) for saved in steps], limit=3)
+    assert scripted.run().is_crash and scripted.restarts == [0, 1, 2, 3]
 
 
 def test_restarts_in_vain_wait_longer_each_time_and_say_so(tmp_path: Path) -> None:
     """A new checkpoint resets the delay."""
     saved = [40] * 8 + [50, 50]
-    story = Story(tmp_path, [*((crash(57), step) for step in saved), (JobResult(0), 100)], limit=9)
-    assert story.run().exit_code == 0
-    assert story.waited == pytest.approx([0, 1, 2, 4, 8, 16, 30, 30, 0, 1, 0])
-    told = [line for line in story.said if line.startswith("restarting")]
+    scripted = ScriptedJob(tmp_path, [*((crash(57), step) for step in saved), (JobResult(0), 100)], limit=9)
+    assert scripted.run().exit_code == 0
+    assert scripted.waited == pytest.approx([0, 1, 2, 4, 8, 16, 30, 30, 0, 1, 0])
+    told = [line for line in scripted.said if line.startswith("restarting")]
     assert told[0] == "restarting from step 40 (1 of 9); 17 steps are lost"
     assert told[1] == "restarting from step 40 in 1 s (2 of 9); 17 steps are lost"
     assert told[7] == "restarting from step 40 in 30 s (8 of 9); 17 steps are lost"
@@ -226,40 +235,43 @@ def test_restarts_in_vain_wait_longer_each_time_and_say_so(tmp_path: Path) -> No
 
 
 def test_a_signal_ends_the_pause_and_the_restart(tmp_path: Path) -> None:
-    story = Story(tmp_path, [(crash(47), 40)] * 9, limit=9)
-    story.patience = 1 + 2 + 1.5
-    assert story.run().is_crash and story.restarts == [0, 1, 2, 3]
-    assert sum(story.waited) == pytest.approx(story.patience)
-    assert "in 4 s" in story.said[-2] and "not started again, as SIGTERM asked for an end" in story.said[-1]
+    scripted = ScriptedJob(tmp_path, [(crash(47), 40)] * 9, limit=9)
+    scripted.patience = 1 + 2 + 1.5
+    assert scripted.run().is_crash and scripted.restarts == [0, 1, 2, 3]
+    assert sum(scripted.waited) == pytest.approx(scripted.patience)
+    assert (
+        "in 4 s" in scripted.said[-2]
+        and "not started again, as SIGTERM requested a stop" in scripted.said[-1]
+    )
     rows = [json.loads(line)["restart"] for line in (tmp_path / "restarts.jsonl").read_text().splitlines()]
     assert rows == [1, 2, 3], "what was not started is no restart"
 
 
-def test_what_never_took_a_step_is_not_repeated_unless_it_was_killed(tmp_path: Path) -> None:
-    story = Story(tmp_path, [(crash(0, 1, advanced=False), None)])
-    story.run()
-    assert story.restarts == [0] and "what fails before the first step would fail again" in story.said[-1]
-    story = Story(tmp_path, [(crash(0, -9, advanced=False), None), (JobResult(0), 9)])
-    story.run()
-    assert story.restarts == [0, 1] and "from the beginning" in story.said[-1]
+def test_failure_before_the_first_step_restarts_only_after_a_kill(tmp_path: Path) -> None:
+    scripted = ScriptedJob(tmp_path, [(crash(0, 1, advanced=False), None)])
+    scripted.run()
+    assert scripted.restarts == [0] and "a failure before the first step would repeat" in scripted.said[-1]
+    scripted = ScriptedJob(tmp_path, [(crash(0, -9, advanced=False), None), (JobResult(0), 9)])
+    scripted.run()
+    assert scripted.restarts == [0, 1] and "from the beginning" in scripted.said[-1]
 
 
 def test_an_earlier_run_in_the_folder_is_not_taken_for_ones_own(tmp_path: Path) -> None:
     """With resumes=False, a crash before the earlier run is moved aside restarts as a new run."""
     early = crash(0, advanced=False, opened=False)
-    story = Story(tmp_path, [(early, 500), (crash(3), None), (JobResult(0), 9)])
-    story.run(resumes=False)
-    assert story.restarts == [0, 0, 2] and "from the beginning" in story.said[1]
-    story = Story(tmp_path, [(early, 500), (JobResult(0), 9)])
-    story.run(resumes=True)
-    assert story.restarts == [0, 1] and "from step 500" in story.said[1]
+    scripted = ScriptedJob(tmp_path, [(early, 500), (crash(3), None), (JobResult(0), 9)])
+    scripted.run(resumes=False)
+    assert scripted.restarts == [0, 0, 2] and "from the beginning" in scripted.said[1]
+    scripted = ScriptedJob(tmp_path, [(early, 500), (JobResult(0), 9)])
+    scripted.run(resumes=True)
+    assert scripted.restarts == [0, 1] and "from step 500" in scripted.said[1]
 
 
 def told(ended: JobResult, folder: Path, told_to_stop: bool = False) -> tuple[list[str], list[int]]:
     """Returns what is printed about an end with step 9 saved, and the attempts that are made."""
-    story = Story(folder, [(ended, 9), (JobResult(0), 9)])
-    story.run(told_to_stop=told_to_stop)
-    return story.said, story.restarts
+    scripted = ScriptedJob(folder, [(ended, 9), (JobResult(0), 9)])
+    scripted.run(told_to_stop=told_to_stop)
+    return scripted.said, scripted.restarts
 
 
 def test_a_rank_that_dies_while_the_job_is_to_stop_is_named(tmp_path: Path) -> None:
@@ -268,7 +280,7 @@ def test_a_rank_that_dies_while_the_job_is_to_stop_is_named(tmp_path: Path) -> N
     said, restarts = told(killed, tmp_path)
     assert said[0].startswith("rank 1 of 2 was killed by SIGKILL") and restarts == [0]
     assert said[1] == (
-        "not started again, as SIGTERM asked for an end. The last checkpoint, step 9, is intact: the same command resumes from there"
+        "not started again, as SIGTERM requested a stop. The last checkpoint, step 9, is intact: the same command resumes from there"
     )
     assert killed.status == 1
     # A signal for which the rank had no handler yet.
@@ -281,7 +293,7 @@ def test_a_rank_that_dies_while_the_job_is_to_stop_is_named(tmp_path: Path) -> N
 
 def test_a_signal_that_comes_while_a_crash_is_looked_at_is_no_restart(tmp_path: Path) -> None:
     said, restarts = told(crash(12), tmp_path, told_to_stop=True)
-    assert restarts == [0] and "not started again, as SIGTERM asked" in said[-1]
+    assert restarts == [0] and "not started again, as SIGTERM requested" in said[-1]
     assert not (tmp_path / "restarts.jsonl").exists()
 
 
@@ -309,7 +321,7 @@ def process(rank: int, code: int | None, was_killed: bool = False) -> Process:
 
 def test_a_hang_is_none_the_better_for_processes_that_do_not_die(tmp_path: Path) -> None:
     """A process that waits for a lost disk does not die."""
-    hang = Failure(1, 1, 0.0, "hung", story="rank 1 hangs")
+    hang = Failure(1, 1, 0.0, "hung", message="rank 1 hangs")
     ended = launcher._ended([process(0, None), process(1, None)], ReceivedSignals(), tmp_path, hang)
     assert ended.is_crash and ended.failures == [hang]
 
@@ -329,13 +341,13 @@ def test_only_ranks_that_listen_are_asked_for_their_stacks(tmp_path: Path) -> No
 
     beating = RankState(beat(1), 70.0, 70.0, is_silent=True)
     running = [Asked(rank, Dead()) for rank in (0, 1)]  # type: ignore[arg-type]
-    failure = JobWatchdog(HangLimits(None, 600.0), tmp_path)._settle(
+    failure = JobWatchdog(HangLimits(None, 600.0), tmp_path)._report_hang(
         Hang([beating], [1]), running, tmp_path, 2
     )
     assert asked == [1] and failure.rank == 1 and (tmp_path / "hang-7.txt").exists()
 
 
-def test_the_commands_that_start_ranks_tell_what_a_rank_wrote_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_print_the_failure_record_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank records its traceback instead of printing it; its launcher prints it."""
     failure = Failure(1, 1, 0.0, "exception", "Traceback\nLookupError: a bug\n")
     monkeypatch.setattr(launcher, "run_workers", lambda *words: JobResult(1, [failure]))

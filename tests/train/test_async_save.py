@@ -108,14 +108,14 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, *saves: int) -> None:
 
 
 @pytest.mark.parametrize("words", ["", "--async-save"])
-def test_a_failure_in_the_middle_is_told_and_one_at_the_end_is_raised(
+def test_failed_save_warns_during_the_run_and_raises_at_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str
 ) -> None:
     """Training continues after a failed save: stopping would lose steps, and the next save may succeed."""
     full_disk(monkeypatch, 2)
     run(tmp_path / "a", words)
     assert list(steps(tmp_path / "a")) == ["step-00000002", "step-00000006"]
-    told = r"warning: the checkpoint of step 4 could not be saved .*rank 0: No space left on device; [0-9]+ MiB free\); the last checkpoint is step 2\. Training goes on"
+    told = r"warning: the checkpoint of step 4 could not be saved .*rank 0: No space left on device; [0-9]+ MiB free\); the last checkpoint is step 2\. Training continues"
     assert re.search(told, capsys.readouterr().out)
     assert re.search(told, (tmp_path / "a" / "train.log").read_text())
     # A synchronous save tries the last step twice: for --save-interval 2 and at the end of the run.
@@ -140,19 +140,19 @@ def test_a_stop_after_a_failure_saves_that_step_again(
 
 def test_waiting_for_the_last_save_is_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait counts as phase `saving`: a phase `step` of that length would be ended as a hang."""
-    make, honest = Checkpoints.__init__, Saver.settle
+    make, honest = Checkpoints.__init__, Saver.commit_pending
     made: list[Checkpoints] = []
     phases: list[str] = []
 
-    def settle(self: Saver, wait: bool) -> Any:
+    def commit_pending(self: Saver, wait: bool) -> Any:
         if wait and self.under_way is not None:
-            phases.append(made[-1].world.whereabouts.phase)
+            phases.append(made[-1].world.status.phase)
         return honest(self, wait)
 
     monkeypatch.setattr(
         Checkpoints, "__init__", lambda self, *given: (made.append(self), make(self, *given))[1]
     )
-    monkeypatch.setattr(Saver, "settle", settle)
+    monkeypatch.setattr(Saver, "commit_pending", commit_pending)
     run(tmp_path / "a", "--async-save --train-iters 2 --save-interval 2")
     assert phases == ["saving"]
 
@@ -175,7 +175,7 @@ def test_a_signal_while_the_background_writes_saves_both_steps(
     assert writing.is_set() and list(steps(tmp_path / "a")) == ["step-00000002", "step-00000003"]
 
 
-def test_a_run_that_ends_with_bad_numbers_has_saved_what_it_says(
+def test_run_that_ends_with_nan_has_saved_the_named_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest, made = trainer_module.train_step, iter(range(1, 100))
@@ -207,7 +207,7 @@ def train_and_die(folder: Path) -> None:
     run(folder, "--async-save")
 
 
-def test_a_run_killed_while_it_writes_goes_on_from_the_older_step(tmp_path: Path) -> None:
+def test_run_killed_while_writing_resumes_from_the_older_step(tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match="was killed by SIGKILL"):
         run_distributed(train_and_die, 1, folder=tmp_path / "a")
     assert list(steps(tmp_path / "a")) == ["step-00000002", "step-00000004"]

@@ -17,8 +17,8 @@ from pentatron.parallel.world import create_groups, single_process
 from pentatron.settings.entry_points import PRETRAIN_GPT
 from pentatron.settings.resolve import Resolved, gather, resolve
 from pentatron.settings.run_config import remaining_batch_sizes_problem, size_problem
-from pentatron.settings.settings import Facts
-from pentatron.train.schedules import update_schedule
+from pentatron.settings.settings import ProcessFacts
+from pentatron.train.lr_schedule import update_schedule
 from pentatron.train.session import run_training
 from tests.harness import distributed
 from tests.support import LLAMA, REVEALING, TINY
@@ -36,7 +36,7 @@ RUN = (
 
 def settings(folder: Path, words: str = "", world_size: int = 1, plan: str = RAMP) -> Resolved:
     said = f"{TINY} {REVEALING} {RUN} {plan} --save-checkpoints --run-dir {folder} {words}".split()
-    return resolve(gather(said, PRETRAIN_GPT), Facts(world_size, world_size, 1))
+    return resolve(gather(said, PRETRAIN_GPT), ProcessFacts(world_size, world_size, 1))
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -126,7 +126,7 @@ def test_written_steps_may_also_go_down(tmp_path: Path) -> None:
     """Thresholds count tokens (sequences of 16); --train-samples sets the length of the run."""
     plan = "--step-batch-size-schedule 0:2,64:8,512:4 --train-samples 43"
     config = settings(tmp_path / "a", plan=plan).config
-    assert config.spans.total == 43, "what the order of samples is made for, as Megatron's"
+    assert config.schedule_lengths.total == 43, "what the order of samples is made for, as Megatron's"
     assert config.train.global_batch_size == 4, "that of validation is the last one"
     run_alone(tmp_path / "a", plan=plan)
     assert [row["global_batch_size"] for row in rows(tmp_path / "a")] == [2, 2, 8, 8, 8, 8, 4]
@@ -193,7 +193,7 @@ def test_too_few_micro_batches_for_a_schedule(tmp_path: Path) -> None:
 # --- schedule of the checkpoint or of the command ---
 
 
-def test_a_changed_schedule_is_said_and_the_checkpoints_can_be_kept(
+def test_changed_schedule_is_reported_and_the_saved_one_can_be_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_alone(tmp_path / "whole")
@@ -235,19 +235,19 @@ def test_a_rate_that_is_the_same_for_now_is_not_called_another(tmp_path: Path) -
         words = f"{TINY} {RAMP} --lr-warmup-iters 5 --lr {rate} --run-dir {tmp_path}".split()
         (*_, note) = [
             "",
-            *update_schedule(resolve(gather(words, PRETRAIN_GPT), Facts(1, 1, 1)).config, state),
+            *update_schedule(resolve(gather(words, PRETRAIN_GPT), ProcessFacts(1, 1, 1)).config, state),
         ]
     assert "continues at 0.000e+00, as before; different are --lr: 0.01 (this command: 0.02) (" in note
 
 
 @pytest.mark.parametrize(("style", "notes"), [("constant", 0), ("cosine", 1)])
-def test_only_a_schedule_that_acts_is_told_of(tmp_path: Path, style: str, notes: int) -> None:
+def test_only_a_schedule_with_effect_is_reported(tmp_path: Path, style: str, notes: int) -> None:
     """A longer run changes the decay only if the learning rate decays."""
     words, state = f"--lr-decay-style {style} --weight-decay-incr-style constant", TrainState()
     plan = RAMP.replace("--train-iters 9", "--train-iters 30")
     for length in (RAMP, plan):
         said = f"{TINY} {length} {words} --run-dir {tmp_path}".split()
-        found = update_schedule(resolve(gather(said, PRETRAIN_GPT), Facts(1, 1, 1)).config, state)
+        found = update_schedule(resolve(gather(said, PRETRAIN_GPT), ProcessFacts(1, 1, 1)).config, state)
     assert len(found) == notes
 
 
@@ -261,6 +261,6 @@ def test_a_weight_decay_that_changes_acts(tmp_path: Path) -> None:
     ):
         said = f"{TINY} {REVEALING} {least} {words} --save-checkpoints".split()
         said += ["--run-dir", str(tmp_path / name)]
-        run_training(resolve(gather(said, PRETRAIN_GPT), Facts(1, 1, 1)), single_process(), True)
+        run_training(resolve(gather(said, PRETRAIN_GPT), ProcessFacts(1, 1, 1)), single_process(), True)
     assert final_state(tmp_path / "constant") == final_state(tmp_path / "from it to it")
     assert final_state(tmp_path / "constant") != final_state(tmp_path / "growing")

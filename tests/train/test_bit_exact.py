@@ -100,7 +100,7 @@ def write_corpora(folder: Path) -> str:
 def train_on_a_rank(words: str) -> None:
     chosen = resolved(words, dist.get_world_size())
     world = create_groups(chosen.config.grid, dist.get_rank(), dist.get_rank(), torch.device("cpu"))
-    run_training(chosen, world if world.everyone.size > 1 else single_process(), True)
+    run_training(chosen, world if world.all_ranks.size > 1 else single_process(), True)
 
 
 def train(folder: Path, ranks: int, words: str) -> StateDigest:

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import pentatron.data.sampling as cache_module
+import pentatron.data.sample_index as cache_module
 import pentatron.train.evaluation as evaluation_module
 from pentatron.checkpoint.state import TrainState
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.data.blending import BlendedDataset
-from pentatron.data.datasets import Datasets, build_datasets, open_data
 from pentatron.data.indexed_writer import IndexedDatasetWriter
 from pentatron.data.loader import build_loader
+from pentatron.data.open_data import Datasets, build_datasets, open_data
 from pentatron.errors import UserError
 from pentatron.layout.ranks import Grid
 from pentatron.monitor.display import SilentDisplay
@@ -86,7 +86,7 @@ def test_a_resumed_run_reads_on_where_it_stopped(tmp_path: Path) -> None:
     assert newest(tmp_path / "parts") == (state, files)
 
 
-def test_a_run_made_longer_goes_on_in_its_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_longer_run_keeps_its_sample_order(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = write_corpora(tmp_path)
     run(tmp_path / "a1", f"{words} --train-iters 4 --lr-decay-iters 9")
     before = losses(tmp_path / "a1")
@@ -94,7 +94,7 @@ def test_a_run_made_longer_goes_on_in_its_order(tmp_path: Path, capsys: pytest.C
     run(tmp_path / "a1", f"{words} --train-iters 8 --lr-decay-iters 9")
     said = capsys.readouterr().out
     assert "samples were ordered for a run of 32; they keep that order" in said
-    assert "from here on the order may be another one" not in said
+    assert "the sample order from here on" not in said
     state, _ = newest(tmp_path / "a1")
     assert state.ordered_for == [32, 64] and sum(state.drawn.values()) == 64
     assert losses(tmp_path / "a1")[:4] == before
@@ -126,7 +126,7 @@ def test_a_changed_blend_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"the data has changed ({b} is no longer read); --allow-changed-data: from sample 16 on" in said
     assert newest(tmp_path / "r")[0].drawn == {str(a): 11 + 16, str(b): 5}
     run(tmp_path / "r", f"--data-path {a} --allow-changed-data --train-iters 6")
-    assert "--allow-changed-data: the data is what it was, so this has no effect" in capsys.readouterr().out
+    assert "--allow-changed-data: the data has not changed, so this has no effect" in capsys.readouterr().out
     run(tmp_path / "r", f"--data-path {a} --train-iters 7")
     assert newest(tmp_path / "r")[0].drawn == {str(a): 11 + 40, str(b): 5}
     run(tmp_path / "new", f"--data-path {a} --train-iters 1 --allow-changed-data")

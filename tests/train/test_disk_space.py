@@ -23,7 +23,7 @@ def size_of_one(folder: Path) -> int:
     return sum(record.bytes for record in found.manifest.files.values())
 
 
-def test_what_cannot_fit_is_refused_and_what_will_not_is_told(
+def test_checkpoint_larger_than_the_disk_is_refused_and_several_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(tmp_path / "known", "--train-iters 1")
@@ -37,7 +37,7 @@ def test_what_cannot_fit_is_refused_and_what_will_not_is_told(
     # Six steps save three times and keep two checkpoints; for a moment there are three.
     with_free(int(2.9 * size), monkeypatch)
     run(tmp_path / "b", "--keep-checkpoints 2")
-    told = "3 more will lie in"
+    told = "will hold up to 3 more at once"
     assert told in capsys.readouterr().out
     with_free(int(3.1 * size), monkeypatch)
     run(tmp_path / "c", "--keep-checkpoints 2")
@@ -45,7 +45,7 @@ def test_what_cannot_fit_is_refused_and_what_will_not_is_told(
     # Existing checkpoints need no more space: one is written before one is deleted.
     with_free(int(1.1 * size), monkeypatch)
     run(tmp_path / "c", "--keep-checkpoints 2 --train-iters 12")
-    assert "more will lie in" not in capsys.readouterr().out
+    assert "more at once" not in capsys.readouterr().out
 
 
 def test_those_that_are_kept_for_good_take_room_too(
@@ -55,12 +55,12 @@ def test_those_that_are_kept_for_good_take_room_too(
     with_free(int(3.5 * size_of_one(tmp_path / "known")), monkeypatch)
     words = "--train-iters 8 --keep-checkpoints 1 --save-interval 1"
     run(tmp_path / "a", words)
-    assert "more will lie in" not in capsys.readouterr().out
+    assert "more at once" not in capsys.readouterr().out
     run(tmp_path / "b", f"{words} --save-retain-interval 2")
-    assert "6 more will lie in" in capsys.readouterr().out
+    assert "will hold up to 6 more at once" in capsys.readouterr().out
 
 
-def test_what_a_killed_save_left_does_not_keep_a_run_from_starting(
+def test_partial_save_is_removed_before_the_space_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = tmp_path / "a" / "checkpoints" / ".step-00000002.abcd"

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from pentatron.checkpoint.state import TrainState
-from pentatron.data.datasets import build_datasets, open_data
 from pentatron.data.gpt_dataset import GPTDataset
 from pentatron.data.indexed import TokenizerIdentity, sidecar_path
 from pentatron.data.indexed_writer import IndexedDatasetWriter
-from pentatron.data.sampling import DOCUMENT_STARTS, Boundaries
+from pentatron.data.open_data import build_datasets, open_data
+from pentatron.data.sample_index import DOCUMENT_STARTS, Boundaries
 from pentatron.errors import UserError
 from pentatron.monitor.display import SilentDisplay
 from pentatron.parallel.world import single_process
@@ -48,12 +48,12 @@ def test_each_flag_reaches_the_samples(tmp_path: Path, wishes: tuple[bool, ...])
     assert bool(sample["loss_mask"].min() == 0) == wishes[2]
 
 
-def test_the_data_itself_says_what_ends_its_documents(tmp_path: Path) -> None:
+def test_end_of_document_token_comes_from_the_data(tmp_path: Path) -> None:
     words = f"--data-path {tmp_path / 'x'} --split 1 --eod-mask-loss"
     write(tmp_path / "x", TokenizerIdentity("ByteTokenizer", "", 257, EOD))
     assert train_samples(words, tmp_path).boundaries == Boundaries(EOD, mask_loss=True)
     sidecar_path(tmp_path / "x").unlink()
-    with pytest.raises(UserError, match=r"which token ends a document of .* name the tokenizer"):
+    with pytest.raises(UserError, match=r"the end-of-document token of .* name the tokenizer"):
         train_samples(words, tmp_path)
 
 

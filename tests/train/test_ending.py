@@ -10,7 +10,7 @@ import torch.distributed as dist
 from pentatron.parallel.world import single_process
 from pentatron.supervise.signals import StopRequest
 from pentatron.train.batches import next_step_batches
-from pentatron.train.session import Outcome, run_training
+from pentatron.train.session import RunOutcome, run_training
 from pentatron.train.stop import StopConditions
 from tests.harness import distributed
 from tests.support import LLAMA, resolved
@@ -19,7 +19,7 @@ from tests.train.test_session import final_state, interrupt_at, losses, world_he
 RUN = f"{LLAMA} --train-iters 6 --save-interval 4 --keep-checkpoints 9 --log-interval 2"
 
 
-def run(folder: Path, words: str = "", started: float | None = None) -> Outcome:
+def run(folder: Path, words: str = "", started: float | None = None) -> RunOutcome:
     settings = resolved(f"{RUN} --run-dir {folder} {words}")
     return run_training(settings, single_process(), True, started=started)
 

@@ -16,7 +16,7 @@ from pentatron.train.checkpoints import random_state, restore_random_state
 from tests.train.test_session import run
 
 
-def test_other_threads_than_the_checkpoints_are_told(
+def test_changed_thread_count_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another thread count may change the last bits of a step while the printed loss stays the same."""
@@ -43,13 +43,13 @@ def draws() -> list[float]:
     return [random.gauss(0, 1), float(np.random.mtrand.normal()), float(torch.rand(()))]
 
 
-def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_random_generators_are_restored(tmp_path: Path) -> None:
     world = single_process()
     run(tmp_path / "a", "--train-iters 1")
     draws()
     found, _ = find_step(tmp_path / "a")
     store = CheckpointStore(tmp_path / "b", keep=None)
-    folder = store.save(1, [], random_state(world), {}, {}, world.everyone)
+    folder = store.save(1, [], random_state(world), {}, {}, world.all_ranks)
     expected = draws() + draws()
     restore_random_state(Checkpoint(folder, read_manifest(folder)), world)
     assert draws() + draws() == expected

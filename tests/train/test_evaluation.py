@@ -13,7 +13,7 @@ import pentatron.train.evaluation as evaluation_module
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.errors import AgreedError, UserError
 from pentatron.parallel.world import single_process
-from pentatron.train.session import Outcome, run_training
+from pentatron.train.session import RunOutcome, run_training
 from tests.harness import run_distributed
 from tests.support import LLAMA, resolved
 from tests.train.test_data_order import write_corpora
@@ -22,7 +22,7 @@ from tests.train.test_session import world_here
 RUN = f"{LLAMA} --train-iters 5 --save-interval 4 --eval-interval 2 --eval-iters 2 --log-interval 1"
 
 
-def run(folder: Path, words: str = "", resumes: bool = True) -> Outcome:
+def run(folder: Path, words: str = "", resumes: bool = True) -> RunOutcome:
     return run_training(resolved(f"{RUN} --run-dir {folder} {words}"), single_process(), resumes)
 
 

@@ -57,14 +57,14 @@ def test_the_linear_layers_of_the_layers_are_in_fp8() -> None:
     assert in_fp8(built(f"{FP8} --fp8-output-layer")) - in_fp8(built(FP8)) == {"embedding.word"}
 
 
-def test_what_stays_in_bf16_is_said() -> None:
+def test_matrices_left_in_bf16_are_reported() -> None:
     def said(words: str) -> list[str]:
         model = built(words)
         return fp8_notices(model.decisions.fp8, model.stages.values())
 
     assert said(FP8) == said("--bf16") == []
     assert said(f"{FP8} --ffn-hidden-size 40") == [
-        "--fp8: matrices stay in bf16 where a side is no multiple of 16: mlp.linear_fc2"
+        "--fp8: matrices stay in bf16 where a side is not a multiple of 16: mlp.linear_fc2"
     ]
     assert said(f"{FP8} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32") == [
         "--fp8: the matmuls of experts stay in bf16"
@@ -131,7 +131,7 @@ def test_scales_that_are_kept_are_those_of_now(tmp_path: Path, monkeypatch: pyte
     assert run("each") == kept
 
 
-def test_scales_are_kept_for_those_who_ask_to_find_them() -> None:
+def test_weight_scales_are_cached_between_refreshes() -> None:
     model = built(FP8)
     matrices = [m for m in weighted(model) if m.fp8 is not None]
     assert all(m.scale.known == UNKNOWN for m in matrices), "nobody has looked yet"

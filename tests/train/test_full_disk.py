@@ -34,7 +34,7 @@ class Failing(Recorder):
 
 
 @pytest.mark.skipif(not FULL.is_char_device(), reason="a device of Linux")
-def test_lines_that_cannot_be_written_are_told_of_once() -> None:
+def test_unwritable_log_lines_are_reported_once() -> None:
     display = Said()
     output = Output(display, AppendedFile(FULL, lambda text: None), [Failing()])
     for step in (1, 2):
@@ -62,7 +62,9 @@ def test_files_beside_the_checkpoints_that_cannot_be_written_end_no_run(
     for name in ("loss.svg", "app_metrics.json"):
         assert f"warning: {name} cannot be written (Is a directory); the run itself is complete" in told
     place = tmp_path / "profile" / "rank-00000.json"
-    assert f"warning: the profile {place} cannot be written (File exists); the run does without it" in told
+    assert (
+        f"warning: the profile {place} cannot be written (File exists); the run continues without it" in told
+    )
 
 
 @pytest.mark.parametrize("content", [None, "", '{"traceEvents": [{"ph": "X"}, {'])

@@ -106,7 +106,7 @@ def test_prompts_of_any_length_give_the_text_of_transformers(case: str, tmp_path
     assert {text.end for text in found} == {"length"}
 
 
-def test_what_was_imported_gives_the_text_of_its_folder(tmp_path: Path) -> None:
+def test_imported_model_generates_the_same_text(tmp_path: Path) -> None:
     """Uses experts, as an import has their weights, but no router state of training."""
     folder, _ = saved("mixtral", tmp_path / "theirs")
     import_folder(folder, tmp_path / "imported", ImportOptions(), SilentDisplay())

@@ -26,7 +26,7 @@ from pentatron.nn.attention import SelfAttention
 from pentatron.parallel.world import World, create_groups, single_process
 from pentatron.train.health import NumericsCheck
 from pentatron.train.output import Output
-from pentatron.train.session import Outcome, run_training
+from pentatron.train.session import RunOutcome, run_training
 from pentatron.train.step import StepResult
 from tests.harness import run_distributed
 from tests.support import LLAMA, resolved
@@ -35,8 +35,8 @@ CPU = torch.device("cpu")
 RUN = f"{LLAMA} --train-iters 6 --save-interval 4 --keep-checkpoints 9 --log-interval 1 --micro-batch-size 2"
 
 
-def run(folder: Path, words: str = "", world: World | None = None) -> Outcome:
-    size = 1 if world is None else world.everyone.size
+def run(folder: Path, words: str = "", world: World | None = None) -> RunOutcome:
+    size = 1 if world is None else world.all_ranks.size
     return run_training(resolved(f"{RUN} --run-dir {folder} {words}", size), world or single_process(), True)
 
 
@@ -78,7 +78,7 @@ class Poison:
         patched.setattr(SelfAttention, "forward", forward)
 
 
-def test_what_repeats_is_followed_to_its_origin_and_saved_before(
+def test_reproducible_nan_is_located_and_the_step_before_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A step has four micro-batches, so NaN begins with the third micro-batch of step 3.
@@ -88,17 +88,15 @@ def test_what_repeats_is_followed_to_its_origin_and_saved_before(
     assert error.value.exit_code == NonFiniteError.REPRODUCIBLE == 16
     text = str(error.value)
     assert text.startswith(
-        "step 3: the loss is nan and the gradient norm nan; training stopped before the weights"
+        "step 3: the loss is nan and the gradient norm nan; training stopped before the weight update"
     )
     # In the recomputation every micro-batch is poisoned.
     assert "begins with the output of layers.1.attention on rank 0, stage 0, micro-batch 0" in text
-    assert "--iterations-to-skip 3 leaves this step out. The checkpoint of step 2" in text
+    assert "--iterations-to-skip 3 skips this step. The checkpoint of step 2" in text
     assert steps(tmp_path / "a") == ["2"]
 
 
-def test_what_ended_the_run_is_the_last_line_of_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_error_is_the_last_line_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Poison(1, lambda call: call > 1).install(monkeypatch)
     with pytest.raises(NonFiniteError) as error:
         run(tmp_path)
@@ -134,12 +132,13 @@ def test_one_line_says_which_rank_failed(tmp_path: Path, agreed: bool, line: str
     assert said == [line]
 
 
-def test_a_passing_fault_is_told_from_one_that_repeats(
+def test_transient_nan_is_distinguished_from_a_reproducible_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Poison(2, lambda call: call == 11).install(monkeypatch)
     with pytest.raises(
-        NonFiniteError, match=r"the loss of rank 0\). Recomputed, the loss is [1-9].*a transient fault"
+        NonFiniteError,
+        match=r"the loss of rank 0\). Recomputed, the loss is [1-9].*a transient hardware fault",
     ) as error:
         run(tmp_path / "a")
     assert error.value.exit_code == NonFiniteError.TRANSIENT == 17
@@ -198,7 +197,7 @@ def test_no_checkpoint_is_promised_where_none_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Poison(2, lambda call: call >= 11).install(monkeypatch)
-    with pytest.raises(NonFiniteError, match=r"leaves this step out\. Nothing is saved$"):
+    with pytest.raises(NonFiniteError, match=r"skips this step\. Nothing is saved$"):
         run(tmp_path / "a", "--no-save-checkpoints")
     assert steps(tmp_path / "a") == []
 
@@ -255,7 +254,7 @@ def test_the_rank_is_named_by_all(tmp_path: Path, words: str, grid: dict[str, in
 def test_attention_dropout_is_drawn_alike_the_second_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recomputing after a transient fault gives the loss of a run without the fault."""
+    """Recomputing after a transient hardware fault gives the loss of a run without the fault."""
     run(tmp_path / "whole", "--attention-dropout 0.3")
     Poison(2, lambda call: call == 5).install(monkeypatch)
     with pytest.raises(NonFiniteError) as error:
@@ -293,7 +292,7 @@ def test_the_last_losses_are_kept_though_the_last_step_is_left_out(tmp_path: Pat
     )
 
 
-def test_spikes_are_told_and_the_run_goes_on(
+def test_spikes_are_reported_and_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(health_module, "_STEPS_BEFORE", 2)
@@ -319,7 +318,7 @@ def test_a_run_of_skipped_steps_says_why(
     """A run without steps left to train does not print the warning."""
     run(tmp_path / "whole")
     run(tmp_path / "again", f"--load {tmp_path / 'whole'}")
-    assert "no update was made" not in capsys.readouterr().out
+    assert "never updated" not in capsys.readouterr().out
     Poison(2, lambda call: True).install(monkeypatch)
     run(tmp_path / "none", "--no-check-for-nan-in-loss-and-grad")
     assert "every step was skipped, because its loss or a gradient was NaN or inf" in capsys.readouterr().out
@@ -332,7 +331,7 @@ def test_a_run_that_left_all_its_steps_out_says_so(tmp_path: Path) -> None:
     assert "finished: loss" not in log
 
 
-def test_nothing_stands_out_from_what_was_not_watched(tmp_path: Path) -> None:
+def test_first_updates_report_no_spike(tmp_path: Path) -> None:
     """Resumes from a checkpoint without a largest loss, as older ones are."""
     settings = resolved(f"{RUN} --run-dir {tmp_path} --check-for-spiky-loss --check-for-large-grads").config
     told: list[str] = []

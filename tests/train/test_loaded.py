@@ -29,8 +29,8 @@ from pentatron.parallel.world import create_groups, single_process
 from pentatron.settings.entry_points import TRAIN
 from pentatron.settings.loaded_architecture import architecture, architecture_differences
 from pentatron.settings.resolve import Resolved, derived_settings, gather, resolve
-from pentatron.settings.run_config import table
-from pentatron.settings.settings import Facts, Settings, start_of
+from pentatron.settings.run_config import all_settings
+from pentatron.settings.settings import ProcessFacts, Settings, start_of
 from pentatron.train.session import run_training
 from tests.harness import run_distributed
 
@@ -49,7 +49,7 @@ LAYOUTS = {
 
 def prepared(folder: Path, words: str, world: int = 1, resumes: bool = True) -> Resolved:
     """Resolves settings from flags as a command does."""
-    draft, facts = gather(f"{RUN} --run-dir {folder} {words}".split(), TRAIN), Facts(world, world, 1)
+    draft, facts = gather(f"{RUN} --run-dir {folder} {words}".split(), TRAIN), ProcessFacts(world, world, 1)
     adopt_checkpoint_settings(
         draft, facts, start_of(derived_settings(draft, facts), draft.given("load"), resumes)
     )
@@ -150,7 +150,7 @@ def test_training_begins_with_the_weights_of_the_folder_in_any_layout(
     assert (tmp_path / "3" / "checkpoints" / "huggingface" / "config.json").is_file()
 
 
-def test_the_architecture_comes_from_the_folder_and_is_told(models: dict[str, Path], tmp_path: Path) -> None:
+def test_architecture_comes_from_the_folder_and_is_reported(models: dict[str, Path], tmp_path: Path) -> None:
     words = f"--load {models['qwen2']} --train-iters 2"
     settings = prepared(tmp_path / "a", f"{words} --num-layers 2 --rotary-base 1e4 --attention-dropout 0.1")
     model = settings.config.model
@@ -173,13 +173,16 @@ def test_the_architecture_comes_from_the_folder_and_is_told(models: dict[str, Pa
         ("--preset qwen2.5-7b", ["--hidden-size 32, but preset qwen2.5-7b gives --hidden-size 3584"]),
         (
             "--norm-epsilon 1e-5 --no-group-query-attention",
-            ["--layernorm-epsilon 1e-06, but the command line", "--num-query-groups 2, but here it would be"],
+            [
+                "--layernorm-epsilon 1e-06, but the command line",
+                "--num-query-groups 2, but this command resolves to",
+            ],
         ),
         ("--num-experts 4", ["no --num-experts, but the command line gives --num-experts 4"]),
         ("--vocab-size 62", ["--vocab-size 61, but"]),
     ],
 )
-def test_what_contradicts_the_folder_is_refused_with_both_values(
+def test_contradiction_of_the_folder_is_refused_with_both_values(
     models: dict[str, Path], tmp_path: Path, said: str, complaints: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as error:
@@ -202,7 +205,7 @@ def test_words_that_say_the_same_are_no_contradiction(models: dict[str, Path], t
 
 def test_windows_and_factors_of_another_model_are_a_contradiction() -> None:
     """Includes a window that covers the sequences of this run, as the run would save another model."""
-    base = {name: item.default for name, item in table().items()} | {"position_embedding_type": "rope"}
+    base = {name: item.default for name, item in all_settings().items()} | {"position_embedding_type": "rope"}
     base |= {"rope_scaling_type": "yarn", "rope_scaling_factor": 4.0, "seq_length": 2048}
 
     def found(loaded: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -253,7 +256,7 @@ def copied(base: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(base, tmp_path / "copied"))
 
 
-def test_a_run_goes_on_without_its_architecture_being_said_again(
+def test_resume_takes_the_architecture_from_the_checkpoint(
     copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(copied, "--train-iters 6")
@@ -267,7 +270,7 @@ def test_a_run_goes_on_without_its_architecture_being_said_again(
     assert not [notice for notice in settings.notices if notice.startswith("architecture")], "nothing is new"
 
 
-def test_a_run_whose_steps_are_all_damaged_may_be_begun_anew(copied: Path, tmp_path: Path) -> None:
+def test_run_with_only_damaged_steps_suggests_fresh(copied: Path, tmp_path: Path) -> None:
     """Suggests --fresh to the run itself, and another folder to a run that loads the damaged steps."""
     for manifest in copied.glob("checkpoints/*/manifest.json"):
         manifest.write_text("{")
@@ -277,7 +280,7 @@ def test_a_run_whose_steps_are_all_damaged_may_be_begun_anew(copied: Path, tmp_p
         prepared(tmp_path / "other", f"--train-iters 4 --load {copied}")
 
 
-def test_finetuning_takes_the_weights_alone_and_a_restart_goes_on(
+def test_finetuning_loads_only_weights_and_can_be_resumed(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = f"--load {base} --finetune --no-load-optim --no-load-rng --dataset-size 32"
@@ -289,7 +292,7 @@ def test_finetuning_takes_the_weights_alone_and_a_restart_goes_on(
     capsys.readouterr()
     train(tmp_path / "cut", f"{words} --train-iters 4 --lr-decay-iters 4")
     shown = capsys.readouterr().out
-    assert "resuming at step 2 of 4" in shown and "it resumes from its own step 2" in shown
+    assert "resuming at step 2 of 4" in shown and "the run resumes from its own step 2" in shown
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     earlier = base / "checkpoints" / "step-00000002"
     train(tmp_path / "earlier", f"--load {earlier} --train-iters 4 --lr-decay-iters 4")
@@ -329,7 +332,7 @@ def test_flags_that_load_nothing_do_not_turn_a_restart_into_a_beginning(tmp_path
     assert len(losses(tmp_path / "a")) == 4
 
 
-def test_without_the_optimizer_a_run_goes_on_with_new_moments(
+def test_resume_without_optimizer_state_has_new_moments(
     copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     restored: list[Any] = []
@@ -375,7 +378,7 @@ def test_weights_alone_in_half_precision_are_a_beginning_too(
     assert {path.name for path in own.glob("step-*")} == {"step-00000000", "step-00000004", "step-00000006"}
 
 
-def test_only_what_a_run_has_put_there_is_replaced(models: dict[str, Path], tmp_path: Path) -> None:
+def test_only_model_files_of_a_run_are_replaced(models: dict[str, Path], tmp_path: Path) -> None:
     """A folder named `huggingface` may be anything, such as the cache of the hub."""
     place = tmp_path / "huggingface"
     place.mkdir()
@@ -384,7 +387,7 @@ def test_only_what_a_run_has_put_there_is_replaced(models: dict[str, Path], tmp_
     before = {path.name: path.read_bytes() for path in place.iterdir()}
     assert before["config.json"] == (models["qwen2"] / "config.json").read_bytes()
     (place / "hub").mkdir()
-    with pytest.raises(UserError, match=r"huggingface .* holds something else; choose another --save"):
+    with pytest.raises(UserError, match=r"huggingface .* has other content; choose another --save"):
         copy_model_files(models["qwen3_moe"], tmp_path)
     (place / "hub").rmdir()
     assert before == {path.name: path.read_bytes() for path in place.iterdir()}
@@ -446,7 +449,10 @@ def test_a_model_of_the_hub_is_its_downloaded_folder(
     monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
     assert main(["config", *words]) == 2
     shown = capsys.readouterr().err
-    assert "Tokenizer not found: some/tokenizer is not a folder here" in shown and "hf download" in shown
+    assert (
+        "Tokenizer not found: some/tokenizer is not a folder and could not be downloaded" in shown
+        and "hf download" in shown
+    )
 
 
 def test_a_command_trains_from_a_folder(models: dict[str, Path], tmp_path: Path) -> None:

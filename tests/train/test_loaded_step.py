@@ -8,7 +8,7 @@ import torch
 from pentatron.checkpoint.load import load_fragments
 from pentatron.checkpoint.store import CheckpointStore
 from pentatron.errors import UserError
-from pentatron.generate.source import Source
+from pentatron.generate.source import ModelLocation
 from pentatron.parallel.sharding import Fragment
 from pentatron.parallel.world import single_process
 from pentatron.train.session import run_training
@@ -31,7 +31,9 @@ def test_a_step_is_chosen_by_its_number(base: Path, tmp_path: Path) -> None:
     # A restart of that run resumes from its own steps.
     train(tmp_path / "a", f"--load {base} --ckpt-step 4 --train-iters 7")
     assert len(losses(tmp_path / "a")) == 3
-    with pytest.raises(UserError, match=r"--ckpt-step 5: .* has no such step, but step-00000002, .*name one"):
+    with pytest.raises(
+        UserError, match=r"--ckpt-step 5: .* has no such step; choose one of its steps \(step-00000002, "
+    ):
         prepared(tmp_path / "b", f"--load {base} --ckpt-step 5 --train-iters 6")
 
 
@@ -56,9 +58,9 @@ def test_the_layout_comes_along_if_wished(
     words = f"--load {base} --train-iters 8"
     wished = f"{words} --use-mp-args-from-checkpoint-args"
     assert prepared(tmp_path / "a", wished, world=2).config.parallel.tensor_model_parallel_size == 1
-    saved = Source.architecture
+    saved = ModelLocation.architecture
     monkeypatch.setattr(
-        Source,
+        ModelLocation,
         "architecture",
         lambda source, is_own=False: {**saved(source), "tensor_model_parallel_size": 2},
     )

@@ -96,13 +96,14 @@ def test_a_lock_that_was_merely_deleted_is_made_again(
     after_step(monkeypatch, 2, (tmp_path / "a" / "checkpoints" / LOCK_FILE).unlink)
     run_training(resolved(f"{FOUR_STEPS} --run-dir {tmp_path / 'a'}"), single_process(), resumes=True)
     assert (
-        capsys.readouterr().out.count("checkpoints/.lock was deleted during the run; it was made again") == 1
+        capsys.readouterr().out.count("checkpoints/.lock was deleted during the run; it was created again")
+        == 1
     )
     assert (tmp_path / "a" / "checkpoints" / "step-00000004").is_dir()
     assert json.loads((tmp_path / "a" / "checkpoints" / LOCK_FILE).read_text())["released"]
 
 
-def test_a_deleted_log_and_deleted_metrics_are_told_and_made_again(
+def test_deleted_log_and_metrics_are_reported_and_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "a"

@@ -74,7 +74,7 @@ def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(tmp_path: Path, words
     assert checksums(tmp_path / "cut") == checksums(tmp_path / "whole")
 
 
-def test_what_routers_remember_is_in_the_checkpoint(tmp_path: Path) -> None:
+def test_router_state_is_in_the_checkpoint(tmp_path: Path) -> None:
     train(tmp_path / "a", REMEMBERING)
     found = routers(tmp_path / "a")
     assert set(found) == {
@@ -243,7 +243,7 @@ def test_a_checkpoint_older_than_some_settings_is_the_same_model() -> None:
         ("--moe-grouped-gemm --bf16 --moe-ffn-hidden-size 20", "cuda", "multiples of 8, not 32 and 20"),
     ],
 )
-def test_what_the_grouped_matmul_cannot_do_here_is_said(words: str, device: str, told: str) -> None:
+def test_unavailable_grouped_matmul_is_reported(words: str, device: str, told: str) -> None:
     chosen = resolved(f"{LLAMA} --num-experts 4 --moe-ffn-hidden-size 24 {words}")
     later = notices_of_device(chosen, decide(chosen.config, DeviceFacts(device)))
     found = [line for line in (*chosen.notices, *later) if "grouped-gemm" in line]

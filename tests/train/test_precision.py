@@ -84,7 +84,9 @@ def test_nothing_but_skipped_steps_leaves_the_first_weights(
     assert weights and weights == after
     assert (tmp_path / "some" / "loss.svg").is_file(), "losses of skipped steps are losses"
     told = capsys.readouterr().out
-    assert told.count("no update was made: every step was skipped") == 1, "not where no steps are asked for"
+    assert told.count("the weights were never updated: every step was skipped") == 1, (
+        "not where no steps are asked for"
+    )
 
 
 def test_a_loss_that_is_no_number_at_any_scale_ends_in_a_sentence(
@@ -92,14 +94,14 @@ def test_a_loss_that_is_no_number_at_any_scale_ends_in_a_sentence(
 ) -> None:
     """Weights beyond the range of fp16: every forward overflows."""
     words = "--fp16 --initial-loss-scale 2 --init-method-std 1e6 --train-iters 60 --save-interval 60"
-    with pytest.raises(AgreedError, match=r"step 2\d: fp16 overflows whatever the loss scale is \(now 1\)"):
+    with pytest.raises(AgreedError, match=r"step 2\d: fp16 overflows at every loss scale \(now 1\)"):
         run(tmp_path / "a", words)
     log = (tmp_path / "a" / "train.log").read_text()
     assert "number of skipped iterations:   1 | number of nan iterations:   1 |" in log
 
 
 def test_a_fixed_scale_that_overflows_stops_the_run(tmp_path: Path) -> None:
-    with pytest.raises(AgreedError, match="training stopped before the weights were touched"):
+    with pytest.raises(AgreedError, match="training stopped before the weight update"):
         run(tmp_path / "a", "--fp16 --loss-scale 1e30")
 
 
@@ -144,7 +146,7 @@ def weights_after(words: str, steps: tuple[int, ...], poisoned: int | None) -> t
     for step in steps:
         is_bad = step == poisoned
         # Only the last rank overflows.
-        handle = poison(model) if is_bad and world.everyone.rank == world.everyone.size - 1 else None
+        handle = poison(model) if is_bad and world.all_ranks.rank == world.all_ranks.size - 1 else None
         made.append(train_step(model, optimizer, chunks[step], 1e-3, step, 1024.0).updated)
         if handle is not None:
             handle.remove()
@@ -165,7 +167,7 @@ def test_an_overflow_on_one_rank_is_a_step_that_never_was(layout: str) -> None:
 # State of one optimizer in a run with another.
 
 
-def test_gradient_descent_resumes_and_refuses_what_is_not_its_own(tmp_path: Path) -> None:
+def test_sgd_resumes_and_refuses_the_state_of_another_optimizer(tmp_path: Path) -> None:
     sgd = "--optimizer sgd --lr 0.1"
     run(tmp_path / "whole", sgd)
     run(tmp_path / "cut", f"{sgd} --train-iters 3 --lr-decay-iters 6")

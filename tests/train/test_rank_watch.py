@@ -36,7 +36,7 @@ def step_with_a_slow_rank(words: str, world_size: int, bug: str = "") -> RankRep
     for step in (1, 2):
         if bug == "waiting is not counted":
             world.waits.begin = lambda: None  # type: ignore[method-assign]
-        all_reduce_(torch.ones(1), world.everyone)
+        all_reduce_(torch.ones(1), world.all_ranks)
         watch.begin(step)
         started = time.perf_counter()
         if rank == SLOW and step == 2:
@@ -51,7 +51,7 @@ def step_with_a_slow_rank(words: str, world_size: int, bug: str = "") -> RankRep
 def test_the_slow_rank_is_found(words: str) -> None:
     report = run_distributed(step_with_a_slow_rank, 2, words=words, world_size=2)[0]
     busy = report.as_metrics()["ranks"]["busy_seconds"]
-    assert min(report.seconds) > DELAY / 2, "everyone's step takes as long as the slow rank's"
+    assert min(report.seconds) > DELAY / 2, "every rank's step takes as long as the slow rank's"
     # Compares the two ranks only, as other load on this machine delays both.
     assert busy[SLOW] > DELAY and busy[SLOW] > busy[1 - SLOW]
     waited = [c + m for c, m in zip(report.collectives, report.messages)]
@@ -72,14 +72,14 @@ def in_two_ways(world: World) -> list[float]:
     for way in ("at once", "later", "not begun"):
         if way != "not begun":
             waits.begin()
-        if world.everyone.rank == SLOW:
+        if world.all_ranks.rank == SLOW:
             time.sleep(0.2)
         if way == "later":
-            pending = start_all_reduce_(torch.ones(3), world.everyone)
+            pending = start_all_reduce_(torch.ones(3), world.all_ranks)
             time.sleep(0.4)
             pending.wait()
         else:
-            all_reduce_(torch.ones(3), world.everyone)
+            all_reduce_(torch.ones(3), world.all_ranks)
         times.append(waits.end().collectives if way != "not begun" else sum(astuple(waits.end())))
     return times
 
@@ -90,14 +90,14 @@ def waits_of_a_rank() -> list[float]:
     return in_two_ways(create_groups(config.grid, rank, rank, torch.device("cpu")))
 
 
-def test_what_travels_beside_computation_costs_nothing() -> None:
+def test_overlapped_communication_is_not_counted_as_waiting() -> None:
     quick, slow = run_distributed(waits_of_a_rank, 2)
     assert quick[0] > slow[0]
     assert quick[1] < quick[0], "the sum came while the rank was busy"
     assert quick[2] == quick[1], "nothing is counted after the end"
 
 
-def test_one_process_waits_for_nobody() -> None:
+def test_single_process_has_no_waiting_time() -> None:
     world = single_process()
     world.waits.begin()
     report = gather_statistics(world, 2.0, world.waits.end())
@@ -111,8 +111,8 @@ def test_one_process_waits_for_nobody() -> None:
 
 def test_many_ranks_tell_less_often() -> None:
     config = resolved("--log-interval 10").config
-    few = replace(single_process(), everyone=Group(0, 64))
-    many = replace(single_process(), everyone=Group(0, 1024))
+    few = replace(single_process(), all_ranks=Group(0, 64))
+    many = replace(single_process(), all_ranks=Group(0, 1024))
     told = {
         size: [step for step in range(1, 330) if RankStatistics(config, world, last_step=325)._due(step)]
         for size, world in ((64, few), (1024, many))

@@ -71,7 +71,7 @@ def test_the_terminal_can_show_the_log_itself(tmp_path: Path, capsys: pytest.Cap
     assert " iteration        2/" not in shown and "step     1/6" in shown
 
 
-def test_a_resumed_run_goes_on_counting_its_operations(tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_operation_count(tmp_path: Path) -> None:
     whole = settings(tmp_path / "whole", "--log-progress")
     run_training(whole, single_process(), True)
     for steps in (3, 6):

@@ -33,7 +33,7 @@ def test_a_prompt_that_cannot_be_continued_fails_no_run_that_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def too_long(*given: object, **more: object) -> None:
-        raise UserError("the prompt has 600 tokens, and the model is made for 32 in all; shorten it")
+        raise UserError("the prompt has 600 tokens, but the model has 32 positions; shorten it")
 
     monkeypatch.setattr(results, "open_continuation", too_long)
     display, config = Said(), resolved(f"--sample-prompt long --run-dir {tmp_path}").config

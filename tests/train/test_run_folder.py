@@ -20,7 +20,7 @@ def steps(path: Path) -> list[int]:
     return [json.loads(line)["step"] for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_the_metrics_of_another_run_are_kept_and_that_is_told(
+def test_metrics_of_another_run_are_kept_and_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train("--train-iters 2", tmp_path)

@@ -23,10 +23,10 @@ from pentatron.layout.ranks import Grid
 from pentatron.parallel.world import World, create_groups, single_process
 from pentatron.settings.entry_points import PRETRAIN_GPT
 from pentatron.settings.resolve import Resolved, gather, resolve
-from pentatron.settings.settings import Facts
+from pentatron.settings.settings import ProcessFacts
 from pentatron.supervise.signals import StoppedEarly
 from pentatron.train.model import Program
-from pentatron.train.session import Outcome, run_training
+from pentatron.train.session import RunOutcome, run_training
 from pentatron.train.step import StepResult
 from tests.harness import distributed
 from tests.support import LLAMA, resolved
@@ -39,7 +39,7 @@ def settings(folder: Path, words: str = "", world_size: int = 1) -> Resolved:
     return resolved(f"{RUN} --run-dir {folder} {words}", world_size)
 
 
-def run(folder: Path, words: str = "", resumes: bool = True) -> Outcome:
+def run(folder: Path, words: str = "", resumes: bool = True) -> RunOutcome:
     return run_training(settings(folder, words), single_process(), resumes)
 
 
@@ -101,7 +101,7 @@ def test_two_runs_with_one_seed_are_equal_to_the_last_digit(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_goes_on_to_the_same_end(
+def test_interrupted_run_resumes_to_the_same_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     run(tmp_path / "whole")
@@ -116,9 +116,7 @@ def test_an_interrupted_run_goes_on_to_the_same_end(
     assert final_state(tmp_path / "cut") == final_state(tmp_path / "whole")
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_run_resumes_from_its_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path / "whole")
 
     class Killed(BaseException):
@@ -195,7 +193,7 @@ def test_another_model_is_refused_with_the_difference(tmp_path: Path) -> None:
         run(tmp_path / "a", "--num-layers 3")
 
 
-def test_changed_settings_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_settings_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "a", "--train-iters 2")
     run(tmp_path / "a", "--lr 0.5 --clip-grad 2 --log-interval 3")
     shown, log = capsys.readouterr().out, (tmp_path / "a" / "train.log").read_text()
@@ -218,25 +216,27 @@ def test_a_guide_script_starts_afresh_also_with_checkpoints_elsewhere(tmp_path: 
     assert [step for step, _ in losses(tmp_path / "b")] == [5, 6], "a named checkpoint is gone on from"
 
 
-def test_checkpoints_beside_the_log_are_gone_on_from_by_the_name_they_were_saved_under(
+def test_checkpoints_beside_the_log_resume_only_with_their_save_folder(
     tmp_path: Path,
 ) -> None:
     run(tmp_path / "a", f"--save {tmp_path / 'a'} --train-iters 2")
-    with pytest.raises(UserError, match=r"a holds checkpoints itself, of a run with --save .*to resume it"):
+    with pytest.raises(
+        UserError, match=r"a contains checkpoints itself, of a run with --save .*to resume it"
+    ):
         run(tmp_path / "a", "--train-iters 4")
     run(tmp_path / "a", f"--save {tmp_path / 'a'} --train-iters 4")
     assert [step for step, _ in losses(tmp_path / "a")] == [1, 2, 3, 4]
 
 
-def test_what_is_loaded_and_damaged_is_not_mended_by_starting_anew(tmp_path: Path) -> None:
+def test_damaged_load_folder_does_not_suggest_fresh(tmp_path: Path) -> None:
     run(tmp_path / "a", "--train-iters 2")
     (tmp_path / "a" / "checkpoints" / "step-00000002" / "manifest.json").unlink()
-    with pytest.raises(UserError, match="put a good one back, or name another folder") as refused:
+    with pytest.raises(UserError, match="restore an intact step, or name another folder") as refused:
         run(tmp_path / "b", f"--load {tmp_path / 'a'}")
     assert "--fresh" not in str(refused.value)
 
 
-def test_when_no_checkpoint_is_usable_nothing_is_begun_anew(tmp_path: Path) -> None:
+def test_run_with_only_damaged_steps_is_refused(tmp_path: Path) -> None:
     run(tmp_path / "a", "--train-iters 2")
     (tmp_path / "a" / "checkpoints" / "step-00000002" / "manifest.json").unlink()
     for _ in range(2):
@@ -251,14 +251,14 @@ def test_changed_data_is_refused(tmp_path: Path) -> None:
         run(tmp_path / "a", "--dataset-size 65")
 
 
-def test_a_changed_seed_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_seed_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(tmp_path / "a", "--train-iters 2")
     run(tmp_path / "a", "--seed 7")
     shown = capsys.readouterr().out
     assert "--seed 7 (was 1234)" in shown
-    assert "; --seed draws the order of samples, so that from here on it may be another one" in shown
+    assert "; --seed changes the sample order from here on" in shown
     run(tmp_path / "a", "--lr 0.5 --seed 8 --seq-length 8")
-    assert "; --seed and --seq-length draw the order of samples" in capsys.readouterr().out, "--lr does not"
+    assert "; --seed and --seq-length change the sample order" in capsys.readouterr().out, "--lr does not"
 
 
 def test_a_named_checkpoint_that_is_not_there_is_refused(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_an_unwritable_folder_is_refused_before_training(tmp_path: Path) -> None
 
 def test_bad_numbers_stop_the_run_before_the_update(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"step 2: the loss is .*the same, and begins with .*checkpoint of step 1 has"
+        UserError, match=r"step 2: the loss is .*reproduces it, and begins with .*checkpoint of step 1 has"
     ):
         run(tmp_path / "a", "--lr 1e30 --clip-grad 0 --save-interval 5")
 
@@ -320,7 +320,7 @@ def test_the_saved_configuration_can_be_used_again(tmp_path: Path) -> None:
     saved = yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())
     assert saved["model"]["num_layers"] == 2 and "data_parallel_size" not in saved["parallel"]
     draft = gather(["--config", str(tmp_path / "a" / "config.yaml")], PRETRAIN_GPT)
-    again = resolve(draft, Facts(2, 2, 1)).config
+    again = resolve(draft, ProcessFacts(2, 2, 1)).config
     assert again.parallel.data_parallel_size == 2 and again.train.train_iters == 2
 
 

@@ -18,17 +18,17 @@ def lines_of(delay: float) -> list[str]:
     world = create_groups(Grid(data=2), dist.get_rank(), dist.get_rank(), torch.device("cpu"))
     stragglers, found = StragglerDetector(world.grid), []
     for step in range(4):
-        all_reduce_(torch.ones(1), world.everyone)
+        all_reduce_(torch.ones(1), world.all_ranks)
         world.waits.begin()
         started = time.perf_counter()
-        time.sleep(0.1 + delay * world.everyone.rank)
-        all_reduce_(torch.ones(1), world.everyone)
+        time.sleep(0.1 + delay * world.all_ranks.rank)
+        all_reduce_(torch.ones(1), world.all_ranks)
         report = gather_statistics(world, time.perf_counter() - started, world.waits.end())
-        found += stragglers.look(step, report)
+        found += stragglers.check(step, report)
     return found
 
 
-def test_a_rank_that_is_three_times_slower_is_told_of_once() -> None:
+def test_rank_that_is_three_times_slower_is_reported_once() -> None:
     (line,) = run_distributed(lines_of, 2, delay=0.5)[0]
     assert line.startswith("straggler: rank 1 was busy for ") and "in step 2" in line
 
@@ -44,20 +44,20 @@ def report(*busy: float) -> RankReport:
 
 def test_stages_are_compared_with_their_like_and_one_slow_step_is_nothing() -> None:
     stages = StragglerDetector(Grid(pipeline=2, data=2))
-    assert not any(stages.look(step, report(0.1, 0.1, 0.5, 0.5)) for step in range(9)), "a heavier stage"
+    assert not any(stages.check(step, report(0.1, 0.1, 0.5, 0.5)) for step in range(9)), "a heavier stage"
     once = StragglerDetector(Grid(data=3))
-    assert not any(once.look(step, report(0.1, 0.1, 0.9 if step % 3 == 0 else 0.1)) for step in range(9))
+    assert not any(once.check(step, report(0.1, 0.1, 0.9 if step % 3 == 0 else 0.1)) for step in range(9))
     again = StragglerDetector(Grid(data=3))
     slow, fast = report(0.1, 0.1, 0.9), report(0.1, 0.1, 0.1)
-    told = [bool(again.look(n, r)) for n, r in enumerate([slow, slow, slow, slow, fast, slow, slow, slow])]
+    told = [bool(again.check(n, r)) for n, r in enumerate([slow, slow, slow, slow, fast, slow, slow, slow])]
     assert told == [False, False, True, False, False, False, False, True]
 
 
 def test_a_rank_alone_in_its_stage_may_just_have_more_to_compute() -> None:
     """Without a replica to compare with, the likely reason is its stage, not its machine."""
     alone, slow = StragglerDetector(Grid(pipeline=2)), report(0.1, 0.5)
-    (line,) = [line for step in range(4) for line in alone.look(step, slow)]
+    (line,) = [line for step in range(4) for line in alone.check(step, slow)]
     assert "ranks of other stages for 100 ms" in line and "`pentatron layout`" in line
     beside, slow = StragglerDetector(Grid(pipeline=2, data=2)), report(0.1, 0.5, 0.1, 0.1)
-    (line,) = [line for step in range(4) for line in beside.look(step, slow)]
+    (line,) = [line for step in range(4) for line in beside.check(step, slow)]
     assert "ranks of the same stage for 100 ms" in line and "layout" not in line

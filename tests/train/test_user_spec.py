@@ -117,7 +117,7 @@ def test_text_is_generated_by_own_layers_that_are_named(
     assert main(command.split()) == 0
     assert len(json.loads(capsys.readouterr().out)[0]["tokens"]) == 3
     assert main(f"generate run {words} a".split()) == 2
-    assert "--spec needs two words" in capsys.readouterr().err
+    assert "--spec needs two values" in capsys.readouterr().err
 
 
 def test_a_checkpoint_does_not_choose_what_runs(
@@ -131,13 +131,11 @@ def test_a_checkpoint_does_not_choose_what_runs(
     loaded = "train --load run/checkpoints --run-dir other --dataset-size 8 --train-iters 1 --seq-length 16"
     assert main(loaded.split()) == 2
     assert (
-        "trained with --spec trusted_layers layer_spec; give that flag again, as code is never loaded from files"
+        "trained with --spec trusted_layers layer_spec; give that flag again, because code is never loaded from files"
         in (capsys.readouterr().err)
     )
     assert main(["generate", "run", "a"]) == 2
-    assert (
-        "which are code; if you trust them, add --spec trusted_layers layer_spec" in capsys.readouterr().err
-    )
+    assert "which is code; if you trust it, add --spec trusted_layers layer_spec" in capsys.readouterr().err
     config = resolved(f"{LLAMA} {words}").config
     with pytest.raises(
         UserError, match=r"closest is llama, except for spec \('trusted_layers', 'layer_spec'\)"
@@ -215,7 +213,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("given", ["block", "no_argument", "one_layer"])
-def test_what_a_spec_may_be(module: str, given: str) -> None:
+def test_accepted_forms_of_a_spec(module: str, given: str) -> None:
     """All of these choose the layers that the configuration has anyway."""
     assert run(f"{SHAPE} --spec {module} {given}", 1).losses == run(SHAPE, 1).losses
 
@@ -223,13 +221,13 @@ def test_what_a_spec_may_be(module: str, given: str) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("number", "gives a int; it must give a ModuleSpec of a layer"),
+        ("number", "returned a int; it must return a ModuleSpec of a layer"),
         ("nothing", "has no nothing"),
         ("undeclared", "Undeclared does not declare its parameters; derive it from ShardedModule"),
         ("narrow", "ModuleSpec(Narrow): Narrow cannot be built from (config=, layer_number=, axes=)"),
     ],
 )
-def test_mistakes_are_said_before_anything_starts(
+def test_mistakes_are_reported_before_anything_starts(
     module: str, given: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["train", "--num-layers", "2", "--vocab-size", "61", "--dataset-size", "8", "--train-iters", "1"]
@@ -239,7 +237,7 @@ def test_mistakes_are_said_before_anything_starts(
     assert not Path("runs").exists()
 
 
-def test_a_missing_module_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_module_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main(
             [
@@ -276,5 +274,5 @@ def test_parts_of_own_layers_are_built_as_their_axes_say(
     assert fp8_notices(model.decisions.fp8, model.stages.values()) == []
     model = built(example(tmp_path, "keeping_layers", ("MLP(config, layer_number, axes)", "MLP(config)")))
     assert fp8_notices(model.decisions.fp8, model.stages.values()) == [
-        "--fp8: matrices of layers of your own stay in bf16 where they are built without axes: mlp.mlp.linear_fc1, mlp.mlp.linear_fc2"
+        "--fp8: matrices of custom layers that are built without `axes` stay in bf16: mlp.mlp.linear_fc1, mlp.mlp.linear_fc2"
     ]

@@ -54,8 +54,8 @@ def schedule_lengths_of(s: Settings, plan: BatchSizeSchedule) -> ScheduleLengths
 def _wsd(s: Settings, plan: BatchSizeSchedule, decay: int) -> int:
     if s.lr_wsd_decay_samples is not None or s.lr_wsd_decay_iters is None:
         return s.lr_wsd_decay_samples or 0
-    # Counts the last steps, as the first ones may be smaller. More steps than the decay has give a longer
-    # length than it, which a rule reports.
+    # Counts the last steps, because the first ones may be smaller. If the WSD decay exceeds the whole decay,
+    # the result does too; a rule reports it.
     before = plan.steps_within(decay) - s.lr_wsd_decay_iters
     return decay - plan.samples_after(before) if before >= 0 else decay - before
 
@@ -63,7 +63,8 @@ def _wsd(s: Settings, plan: BatchSizeSchedule, decay: int) -> int:
 # --- derivation ---
 #
 # Several settings give the same length in steps, samples or fractions. A flag overrides a file, and two flags
-# contradict each other. The saved file of a run contains derived values too: those they are derived from win.
+# contradict each other. In the saved file of a run, given values take precedence over values derived from
+# them.
 
 
 def batch_plan_or_none(draft: Draft) -> BatchSizeSchedule | None:
@@ -166,7 +167,7 @@ def _samples(draft: Draft, plan: BatchSizeSchedule | None) -> None:
         draft.problems.append(f"{fewer}; give more, or a smaller batch")
         return
     left_over = samples - plan.samples_after(steps)
-    rest = f"; {left_over} are left over" if left_over else ""
+    rest = f"; {left_over} are not used" if left_over else ""
     draft.derive(f"steps of {samples} samples{rest}", train_iters=steps)
 
 

@@ -29,7 +29,7 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def test_the_first_rank_may_begin_where_nobody_listens() -> None:
+def test_rank_0_does_not_wait_for_a_listener() -> None:
     wait_for_rendezvous(Rendezvous("127.0.0.1", free_port()), 0, 1.0, silent)
 
 
@@ -70,7 +70,7 @@ def test_a_long_wait_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
         ("something else\nmore", r"the 8 processes could not form a process group \(something else\); check that MASTER_ADDR"),
     ],
 )  # fmt: skip
-def test_what_torch_says_becomes_advice(message: str, advice: str) -> None:
+def test_torch_errors_become_advice(message: str, advice: str) -> None:
     with pytest.raises(RendezvousError, match=advice):
         raise rendezvous_error(message, 8)
 
@@ -96,7 +96,7 @@ def test_a_rank_that_is_gone_is_no_matter_of_the_network() -> None:
     assert collective_error("CUDA out of memory", 10) is None
 
 
-def test_a_meeting_that_takes_long_is_told_by_one_rank_and_by_another_where_that_one_may_be_gone() -> None:
+def test_slow_rendezvous_is_reported_once() -> None:
     """If another program has rank 0's port, the other ranks wait for it until the timeout."""
     said = [slow_rendezvous_text(rank, 4, has_launcher=False) for rank in range(4)]
     assert said[0] is not None and "the 3 other processes" in said[0]

@@ -80,7 +80,7 @@ def _encoded(value: Any) -> Any:
         return {_TAG: ["bytes", base64.b85encode(value).decode()]}
     raise TypeError(
         f"a {kind.__module__}.{kind.__qualname__} cannot be sent to other ranks; convert it to plain values, or declare its class "
-        f"with pentatron.parallel.encoding.sendable"
+        f"with pentatron.parallel.serialization.sendable"
     )
 
 

@@ -1,11 +1,11 @@
-"""Ledger of random cases: a line of docs/fuzz.csv for every run, and a section of docs/parity.md."""
+"""Log of random cases: a line of docs/fuzz.csv for every run, and a section of docs/parity.md."""
 
 import csv
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-LEDGER = Path("docs/fuzz.csv")
+PATH = Path("docs/fuzz.csv")
 TITLE = "## Random cases"
 
 
@@ -24,10 +24,10 @@ class Entry:
 NAMES = tuple(field.name for field in fields(Entry))
 
 
-def read(ledger: Path) -> list[Entry]:
-    if not ledger.exists():
+def read(log: Path) -> list[Entry]:
+    if not log.exists():
         return []
-    with ledger.open(newline="", encoding="utf-8") as lines:
+    with log.open(newline="", encoding="utf-8") as lines:
         return [
             Entry(
                 row["date"],
@@ -41,9 +41,9 @@ def read(ledger: Path) -> list[Entry]:
         ]
 
 
-def append(ledger: Path, entry: Entry) -> None:
-    new = not ledger.exists() or ledger.stat().st_size == 0
-    with ledger.open("a", newline="", encoding="utf-8") as lines:
+def append(log: Path, entry: Entry) -> None:
+    new = not log.exists() or log.stat().st_size == 0
+    with log.open("a", newline="", encoding="utf-8") as lines:
         writer = csv.writer(lines, lineterminator="\n")
         if new:
             writer.writerow(NAMES)

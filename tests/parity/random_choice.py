@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from pentatron.settings.run_config import table
+from pentatron.settings.run_config import all_settings
 
 Item = TypeVar("Item")
 
@@ -39,5 +39,5 @@ class Dice:
 
 def available(name: str) -> list[Any]:
     """Returns the choices of a setting that are built; new ones are drawn as soon as they are built."""
-    item = table()[name]
+    item = all_settings()[name]
     return [choice for choice in item.choices if not item.refuses(choice)]

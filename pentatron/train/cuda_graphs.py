@@ -2,9 +2,9 @@
 
 A graph launches the same kernels on the same addresses. Inputs that change are copied to static buffers
 before a replay: tokens, dropout keys, the divisor of the loss and the loss scale. Scales of fp8 weights have
-a fixed address. Gradients lie where they lay at capture, and the `GradientStorage`s of the parameters are set
-to these tensors after a replay. The first micro-batch of a step (no gradients), the second (gradients as they
-came) and later ones (fp32 sums) launch different kernels, so each has its own graph.
+a fixed address. Gradients keep their addresses from capture: after a replay the `GradientStorage`s of the
+parameters are set to these tensors. The first micro-batch of a step (no gradients), the second (gradients in
+the dtype of backward) and later ones (fp32 sums) launch different kernels, so each has its own graph.
 
 Each variant runs once eagerly before capture, which compiles kernels and initializes libraries.
 """
@@ -38,14 +38,14 @@ _ROOM = 0.8
 
 
 class CudaGraphs:
-    """Captures CUDA graphs in one memory pool. `held`: bytes that are reserved for them.
+    """Captures CUDA graphs in one memory pool. `pool_bytes`: bytes that are reserved for them.
 
     A graph reuses memory that earlier graphs have freed: they must be replayed in the order of their capture.
     """
 
-    def __init__(self, device: torch.device, beside: int = 0) -> None:
-        """`beside`: bytes that the run needs outside the pool, and may not have allocated yet."""
-        self.device, self.beside, self.held = device, beside, 0
+    def __init__(self, device: torch.device, bytes_outside_pool: int = 0) -> None:
+        """`bytes_outside_pool`: bytes that the run needs outside the pool, and may not have allocated yet."""
+        self.device, self.bytes_outside_pool, self.pool_bytes = device, bytes_outside_pool, 0
         self._pool: Any = None
 
     def memory_problem(self) -> str:
@@ -53,10 +53,10 @@ class CudaGraphs:
         needed = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
         free = torch.cuda.mem_get_info(self.device)[0]
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        if self._pool is not None or needed + self.beside <= _ROOM * free:
+        if self._pool is not None or needed + self.bytes_outside_pool <= _ROOM * free:
             return ""
         return (
-            f"the graphs need {binary_size(needed)}, the rest of the run {binary_size(self.beside)}, and {binary_size(free)} "
+            f"the graphs need {binary_size(needed)}, the rest of the run {binary_size(self.bytes_outside_pool)}, and {binary_size(free)} "
             f"are free"
         )
 
@@ -76,7 +76,7 @@ class CudaGraphs:
             with suppress(Exception):
                 torch._C._cuda_endAllocateToPool(stream.device_index, self._pool)
             raise
-        self.held += max(0, torch.cuda.memory_reserved(self.device) - before)
+        self.pool_bytes += max(0, torch.cuda.memory_reserved(self.device) - before)
         return graph.replay, output
 
 
@@ -143,26 +143,26 @@ class GraphReplay:
         self._warm: set[int] = set()
         self._graphs: dict[int, _Graph] = {}
         self._seconds = 0.0
-        self._news: list[str] = []
+        self._log_lines: list[str] = []
 
-    def around(self, program: "MicroBatches", optimizer: object, scale: float) -> StageProgram:
+    def wrap(self, program: "MicroBatches", optimizer: object, scale: float) -> StageProgram:
         """Wraps a program so that captured micro-batches are replayed."""
         if self.recorder is None or not isinstance(optimizer, Optimizer):
             return program
         return _Replayed(self, program, optimizer, scale)
 
-    def news(self) -> Iterator[str]:
+    def pop_lines(self) -> Iterator[str]:
         """Yields unreported log lines. Called after a step."""
-        while self._news:
-            yield self._news.pop(0)
+        while self._log_lines:
+            yield self._log_lines.pop(0)
 
     def forward(
         self, program: "MicroBatches", optimizer: Optimizer, micro_batch: int, scale: float
     ) -> Tensor | None:
         """Runs forward and backward of a micro-batch; returns its loss, or None if it is to run eagerly."""
         batch, keys = program.batches[micro_batch], program.keys[micro_batch]
-        holders = optimizer.holders
-        values = [holder.values for holder in holders]
+        storages = optimizer.gradient_storages
+        values = [storage.values for storage in storages]
         # The first micro-batch without packed documents determines the static shapes.
         if self._inputs is None and batch.documents is None:
             self._inputs = _Inputs.like(batch, keys, program.objective.tokens())
@@ -183,11 +183,11 @@ class GraphReplay:
             return None
         self._inputs.take(batch, keys, program.objective.tokens(), scale)
         graph.replay()
-        _set_gradients(holders, graph.after)
+        _set_gradients(storages, graph.after)
         return graph.loss
 
     def _record(self, program: "MicroBatches", optimizer: Optimizer, before: Values) -> _Graph | None:
-        inputs, recorder, holders = self._inputs, self.recorder, optimizer.holders
+        inputs, recorder, storages = self._inputs, self.recorder, optimizer.gradient_storages
         assert inputs is not None and recorder is not None
         static = {id(t) for graph in self._graphs.values() for t in graph.after}
         if not all(t is None or id(t) in static for t in before):
@@ -207,19 +207,19 @@ class GraphReplay:
             self._give_up(problem)
             return None
         try:
-            graph = _Graph(*recorder.record(work), before, [holder.values for holder in holders])
+            graph = _Graph(*recorder.record(work), before, [storage.values for storage in storages])
         except Exception as error:  # capture fails with many types
             words = str(error).strip().splitlines() or [""]
             self._give_up(f"{type(error).__name__}: {words[0][:200]}", ends=self.required or self.draws)
             return None
         finally:
-            _set_gradients(holders, before)
+            _set_gradients(storages, before)
         self._seconds += time.perf_counter() - began
         count = len(self._graphs) + 1
         graphs = "a CUDA graph" if count == 1 else f"{count} CUDA graphs"
-        self._news = [
+        self._log_lines = [
             f"forward and backward of a micro-batch are replayed from now on, recorded as {graphs} in {self._seconds:.1f} s "
-            f"with {binary_size(recorder.held)} of their own"
+            f"with {binary_size(recorder.pool_bytes)} reserved for graphs"
         ]
         return graph
 
@@ -231,9 +231,9 @@ class GraphReplay:
             )
         self.recorder = None
         self._graphs.clear()
-        self._news = [
+        self._log_lines = [
             f"note: CUDA graphs are not used: a micro-batch cannot be captured ({problem}); --cuda-graphs "
-            f"off runs without this line"
+            f"off hides this note"
         ]
 
 
@@ -245,9 +245,9 @@ def _gradient_state(values: Values) -> int:
     return 2 if all(t.dtype == torch.float32 for t in gradients) else 1
 
 
-def _set_gradients(holders: Sequence[GradientStorage], values: Values) -> None:
-    for holder, value in zip(holders, values, strict=True):
-        holder.values = value
+def _set_gradients(storages: Sequence[GradientStorage], values: Values) -> None:
+    for storage, value in zip(storages, values, strict=True):
+        storage.values = value
 
 
 @dataclass(frozen=True)
@@ -274,6 +274,6 @@ def build_graph_replay(config: RunConfig, decided: GraphsDecision, device: torch
             f"--cuda-graphs on is not possible: {decided.problem}; leave it out, or use --cuda-graphs auto"
         )
     if not (decided.required or decided.if_memory_allows):
-        return GraphReplay(notes=(decided.left_out,) if decided.left_out else ())
+        return GraphReplay(notes=(decided.not_captured_reason,) if decided.not_captured_reason else ())
     recorder = CudaGraphs(device, 0 if decided.required else bytes_outside_graphs(config))
     return GraphReplay(recorder, decided.required, draws=config.model.attention_dropout > 0)

@@ -18,7 +18,7 @@ from pentatron.data.indexed import IndexedDataset
 from pentatron.data.inspect import require_same_tokenizer
 from pentatron.data.loader import EpochShuffle, SampleSource
 from pentatron.data.python_corpus import PreparedCorpus, prepare_python_corpus
-from pentatron.data.sampling import SPLIT_NAMES, Boundaries, IndexCache, boundaries_of, parse_split
+from pentatron.data.sample_index import SPLIT_NAMES, Boundaries, IndexCache, boundaries_of, parse_split
 from pentatron.data.sft import build_conversations, count_sequences, tokenize_conversations
 from pentatron.data.tokenizer import FileTokenizer, Tokenizer, TokenizerSettings
 from pentatron.errors import AgreedError, UserError
@@ -47,8 +47,8 @@ _FIRST_TEST_SAMPLE = 1 << 31
 class Datasets:
     """The datasets of a run.
 
-    `names` are those of the training datasets. `untested` is the reason if the share of the test set is
-    too small.
+    `names` are those of the training datasets. `no_test` is the reason if the share of the test set is too
+    small.
     """
 
     train: SampleSource
@@ -56,7 +56,7 @@ class Datasets:
     test: SampleSource | None
     tokenizer: Tokenizer | None
     names: tuple[str, ...]
-    untested: str = ""
+    no_test: str = ""
 
     def drawn(self, first: int, stop: int) -> Counter[str]:
         """Counts the training samples [first, stop) of each dataset."""
@@ -107,7 +107,7 @@ class OpenedData:
     identity: DataIdentity
     # Whether the order depends on the number of samples it is built for.
     depends_on_length: bool = True
-    untested: str = ""
+    no_test: str = ""
 
 
 def open_data(config: RunConfig, world: World, data_folder: Path, display: Display) -> OpenedData:
@@ -166,8 +166,8 @@ def build_datasets(
         cache = IndexCache(path, writes_cache, least_entries, lambda text: display.say(f"note: {text}"))
         return opened.order(OrderSizes(state.ordered_for, state.valid_ordered_for), cache)
 
-    built = run_on_some_ranks(world.local_rank == 0, lambda: build(True), world.everyone)
-    datasets = Datasets(*(built or build(False)), opened.tokenizer, opened.names, opened.untested)
+    built = run_on_some_ranks(world.local_rank == 0, lambda: build(True), world.all_ranks)
+    datasets = Datasets(*(built or build(False)), opened.tokenizer, opened.names, opened.no_test)
     # Other names, or counts that do not add up, mean that the data was changed on purpose: count again.
     if not set(opened.names) <= set(state.drawn) or sum(state.drawn.values()) != state.consumed_samples:
         state.drawn = dict(datasets.drawn(0, state.consumed_samples))
@@ -181,7 +181,7 @@ def _open_files(
     sources: dict[str, IndexedDataset] = {}
     boundaries: dict[str, Boundaries | None] = {}
     parts: Parts = {}
-    untested, shares = "", parse_split(split) if split is not None else (1.0,) * 3
+    no_test, shares = "", parse_split(split) if split is not None else (1.0,) * 3
     for name, blend, size, share in zip(SPLIT_NAMES, blends, required_samples(config), shares, strict=True):
         if blend is None or size == 0 or share == 0:
             continue
@@ -195,8 +195,8 @@ def _open_files(
             # The default split has a small test share: if it is too small for a sample, skip the test set.
             by_size = blend.weights is None and len(blend.prefixes) > 1
             least = config.model.seq_length + 1 if by_size else 1
-            untested = next(filter(None, (_too_small(sources[p], split, least) for p in blend.prefixes)), "")
-            if untested:
+            no_test = next(filter(None, (_too_small(sources[p], split, least) for p in blend.prefixes)), "")
+            if no_test:
                 continue
         documents = [gpt_dataset.require_share(sources[prefix], split, name) for prefix in blend.prefixes]
         members = [BlendMember(sources[p], d, boundaries[p]) for p, d in zip(blend.prefixes, documents)]
@@ -204,7 +204,7 @@ def _open_files(
         parts[name] = members, None if split is None and len(members) == 1 else blend.weights
     assert blends[0] is not None
     names = blends[0].prefixes
-    return OpenedData(partial(_build_parts, config, parts), tokenizer, names, identity, untested=untested)
+    return OpenedData(partial(_build_parts, config, parts), tokenizer, names, identity, no_test=no_test)
 
 
 def _too_small(source: IndexedDataset, split: str, least: int) -> str:
@@ -240,9 +240,9 @@ def _build_parts(config: RunConfig, parts: Parts, numbers: OrderSizes, cache: In
 def _open_conversations(config: RunConfig, world: World, folder: Path, display: Display) -> OpenedData:
     tokenizer = load_conversation_tokenizer(config, world)
     files, fingerprint = tokenize_conversations(config, tokenizer, world, folder, display)
-    parts, untested = build_conversations(config, files, display, required_samples(config))
+    parts, no_test = build_conversations(config, files, display, required_samples(config))
     datasets, names = SplitDatasets(*parts), config.data.data_path
-    return OpenedData(lambda *sizes: datasets, tokenizer, names, DataIdentity(fingerprint), False, untested)
+    return OpenedData(lambda *sizes: datasets, tokenizer, names, DataIdentity(fingerprint), False, no_test)
 
 
 def _open_mock(config: RunConfig) -> OpenedData:
@@ -289,7 +289,9 @@ def required_samples(config: RunConfig) -> SampleCounts:
     times = train.train_iters // train.eval_interval + 1 if train.eval_interval else 1
     # Without an evaluation interval, only an explicitly named test set is used.
     tests = validates or config.data.test_data_path
-    return SampleCounts(config.spans.total, times * evaluated if validates else 0, evaluated if tests else 0)
+    return SampleCounts(
+        config.schedule_lengths.total, times * evaluated if validates else 0, evaluated if tests else 0
+    )
 
 
 def _end_of_document(source: IndexedDataset, tokenizer: Tokenizer | None) -> int:
@@ -298,7 +300,7 @@ def _end_of_document(source: IndexedDataset, tokenizer: Tokenizer | None) -> int
         return tokenizer.eod
     if source.tokenizer is None or source.tokenizer.eod is None:
         raise UserError(
-            f"which token ends a document of {source.prefix} is not known, and --reset-position-ids, --reset-attention-mask and "
+            f"the end-of-document token of {source.prefix} is unknown, but --reset-position-ids, --reset-attention-mask and "
             "--eod-mask-loss need it; name the tokenizer the data was prepared with (--tokenizer-type, --tokenizer-model)"
         )
     return source.tokenizer.eod
@@ -307,7 +309,7 @@ def _end_of_document(source: IndexedDataset, tokenizer: Tokenizer | None) -> int
 def load_conversation_tokenizer(config: RunConfig, world: World) -> Tokenizer:
     """Loads the tokenizer on every rank; an error on one rank is raised on all."""
     load = partial(configured_tokenizer, config.data, config.model.vocab_size)
-    tokenizer = run_on_all_ranks(load, world.everyone)
+    tokenizer = run_on_all_ranks(load, world.all_ranks)
     assert tokenizer is not None, "the rules refuse conversations without a tokenizer"
     return tokenizer
 
@@ -330,12 +332,12 @@ def resolve_epochs(
     the program supplies its own datasets, whose length is unknown here.
     """
     config = resolved.config
-    if resolved.open is None:
+    if resolved.before_length is None:
         return resolved
     if own_data:
         if is_unset(config.train.train_iters):
             raise AgreedError(
-                f"how many steps --epochs {config.train.epochs} are is not known: the program supplies its own data; give --train-iters instead"
+                f"the number of steps of --epochs {config.train.epochs} is unknown, because the program supplies its own data; give --train-iters instead"
             )
         return resolved
     data = config.data
@@ -343,12 +345,12 @@ def resolve_epochs(
         not data_paths.training_files_flag(data) or data_paths.why_no_epochs(data)
     ):
         return resolved
-    world.whereabouts.phase = "opening the data"
-    counted = run_on_all_ranks(lambda: _count(config, world, folder, display), world.everyone)
+    world.status.phase = "opening the data"
+    counted = run_on_all_ranks(lambda: _count(config, world, folder, display), world.all_ranks)
     # Nodes with different data are detected later; until then all ranks need the same length, or they
     # would hang.
-    samples = broadcast_object(counted, world.everyone)
-    return run_on_all_ranks(lambda: resolved.with_epoch(samples), world.everyone)
+    samples = broadcast_object(counted, world.all_ranks)
+    return run_on_all_ranks(lambda: resolved.with_epoch(samples), world.all_ranks)
 
 
 def _count(config: RunConfig, world: World, folder: Path, display: Display) -> int:
@@ -365,5 +367,5 @@ def _count(config: RunConfig, world: World, folder: Path, display: Display) -> i
 def prepare_corpus(config: RunConfig, world: World, folder: Path, display: Display) -> PreparedCorpus:
     """Prepares the corpus on local rank 0 of every node; the other ranks wait, then find it prepared."""
     prepare = partial(prepare_python_corpus, folder, config.model.vocab_size, config.data.corpus_bytes)
-    prepared = run_on_some_ranks(world.local_rank == 0, lambda: prepare(display.work), world.everyone)
+    prepared = run_on_some_ranks(world.local_rank == 0, lambda: prepare(display.work), world.all_ranks)
     return prepared or prepare()

@@ -17,9 +17,9 @@ from pentatron.parallel.world import single_process
 from pentatron.plan.memory import memory_of
 from pentatron.settings.decision_types import DeviceFacts
 from pentatron.settings.decisions import decide
-from pentatron.settings.parameters import layer_seconds
-from pentatron.train import graphs
-from pentatron.train.graphs import GraphReplay, build_graph_replay
+from pentatron.settings.model_sizes import layer_seconds
+from pentatron.train import cuda_graphs
+from pentatron.train.cuda_graphs import GraphReplay, build_graph_replay
 from pentatron.train.health import repeat_step
 from pentatron.train.model import ParallelModel, build_parallel_model, model_dtype
 from pentatron.train.step import evaluate, train_step
@@ -40,7 +40,7 @@ class Rehearsed:
 
     def __init__(self, optimizer: Optimizer, breaks: bool = False) -> None:
         self.optimizer, self.breaks = optimizer, breaks
-        self.graphs = self.replays = self.held = 0
+        self.graphs = self.replays = self.pool_bytes = 0
 
     def memory_problem(self) -> str:
         return ""
@@ -62,8 +62,8 @@ class Rehearsed:
 
         def replay() -> None:
             self.replays += 1
-            for holder, value in zip(self.optimizer.holders, before):
-                holder.values = value
+            for storage, value in zip(self.optimizer.gradient_storages, before):
+                storage.values = value
             loss.copy_(work())
             for place, value in zip(after, self._values()):
                 if place is not None and value is not None and place is not value:
@@ -72,7 +72,7 @@ class Rehearsed:
         return replay, loss
 
     def _values(self) -> list[Tensor | None]:
-        return [holder.values for holder in self.optimizer.holders]
+        return [storage.values for storage in self.optimizer.gradient_storages]
 
 
 class Run:
@@ -136,9 +136,9 @@ def test_replayed_steps_have_the_same_bits(words: str, graphs_of: int) -> None:
     assert recorded.recorder.graphs == graphs_of and recorded.recorder.replays == sum(COUNTS) - graphs_of
 
 
-def test_what_changes_is_copied_to_where_a_graph_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changing_inputs_are_copied_into_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control of the test above: an input that is not copied changes the numbers."""
-    as_it_is = graphs._Inputs.take
+    as_it_is = cuda_graphs._Inputs.take
     plain = Run("").numbers((1, 1, 1, 1))
     for forgotten in ("tokens", "keys", "divisor", "scale"):
 
@@ -148,7 +148,7 @@ def test_what_changes_is_copied_to_where_a_graph_reads(monkeypatch: pytest.Monke
             divisor = own.divisor if forgotten == "divisor" else divisor
             as_it_is(own, batch, keys, divisor, 1.0 if forgotten == "scale" else scale)
 
-        monkeypatch.setattr(graphs._Inputs, "take", take)
+        monkeypatch.setattr(cuda_graphs._Inputs, "take", take)
         found = Run("", recorded=True).numbers((1, 1, 1, 1))
         assert found[:2] == plain[:2] and found != plain, forgotten
 
@@ -182,7 +182,7 @@ def test_gradients_that_stay_are_those_that_are_planned(words: str, count: int) 
     config = resolved(f"{DROPOUT} {words} --global-batch-size {2 * count} --cuda-graphs on").config
     planned = memory_of(config, on_gpu=True).largest
     assert run.recorder.graphs == min(count, 3 if words else 2)
-    assert sum(kept.values()) == planned.held.gradients + planned.graphs
+    assert sum(kept.values()) == planned.static.gradients + planned.graphs
 
 
 def test_a_batch_of_another_shape_runs_as_it_is() -> None:
@@ -268,33 +268,33 @@ def test_a_step_that_is_looked_into_runs_as_it_is() -> None:
     assert run.recorder.replays == 1
 
 
-def test_what_cannot_be_recorded_is_told_once_or_ends_the_run() -> None:
+def test_failed_recording_is_reported_once_or_ends_the_run() -> None:
     run = Run("--bf16")
     run.use(GraphReplay(Rehearsed(run.optimizer, breaks=True)))
     assert same(Run("--bf16"), run)
-    (line,) = run.model.recording.news()
-    assert "CUDA graphs are left out" in line and "(RuntimeError: operation not permitted)" in line
-    assert list(run.model.recording.news()) == []
+    (line,) = run.model.recording.pop_lines()
+    assert "CUDA graphs are not used" in line and "(RuntimeError: operation not permitted)" in line
+    assert list(run.model.recording.pop_lines()) == []
     required = Run("")
     required.use(GraphReplay(Rehearsed(required.optimizer, breaks=True), required=True))
-    with pytest.raises(UserError, match="--cuda-graphs on: a micro-batch cannot be recorded"):
+    with pytest.raises(UserError, match="--cuda-graphs on: a micro-batch cannot be captured"):
         required.numbers((1, 1))
 
 
-def test_the_user_is_told_what_recording_took() -> None:
+def test_recording_time_is_reported() -> None:
     run = Run("", recorded=True)
     run.numbers((1, 2, 2))
-    (line,) = run.model.recording.news()
+    (line,) = run.model.recording.pop_lines()
     assert "recorded as 2 CUDA graphs in " in line
 
 
 H200 = DeviceFacts("cuda", "NVIDIA H200", (9, 0), 989)
 
 
-def recording_of(words: str, device: torch.device = CUDA, own_program: bool = False) -> GraphReplay:
+def recording_of(words: str, device: torch.device = CUDA, has_custom_program: bool = False) -> GraphReplay:
     config = resolved(words).config
     facts = H200 if device == CUDA else DeviceFacts(device.type)
-    return build_graph_replay(config, decide(config, facts, own_program).graphs, device)
+    return build_graph_replay(config, decide(config, facts, has_custom_program).graphs, device)
 
 
 GPT2 = (
@@ -330,20 +330,20 @@ def test_by_default_where_launching_takes_longer_than_computing() -> None:
         ("--recompute-granularity selective --attention-dropout 0.1", "random generator"),
     ],
 )
-def test_what_is_left_out_is_said(words: str, reason: str) -> None:
+def test_reasons_against_recording_are_reported(words: str, reason: str) -> None:
     found = recording_of(f"--bf16 --cuda-graphs auto {words}")
     assert found.recorder is None and reason in found.notes[0]
     with pytest.raises(UserError, match=reason):
         resolved(f"--bf16 --cuda-graphs on {words}")
 
 
-def test_what_the_run_needs_beside_its_recordings_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recording_leaves_memory_for_the_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory held by graphs is not available to a later evaluation."""
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 30 * 2**30)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * 2**30)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30 * 2**30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * 2**30, 40 * 2**30))
-    for evaluated, lacking in ((8, ""), (512, "the run needs")):
+    for evaluated, lacking in ((8, ""), (512, "the rest of the run")):
         words = f"--eval-interval 10 --eval-micro-batch-size {evaluated} --eval-global-batch-size {evaluated}"
         recorder = recording_of(f"{GPT2.format(8)} {words}").recorder
         assert (
@@ -354,10 +354,10 @@ def test_what_the_run_needs_beside_its_recordings_has_room(monkeypatch: pytest.M
 
 
 def test_programs_of_users_are_not_recorded() -> None:
-    (note,) = recording_of("--bf16 --cuda-graphs auto", own_program=True).notes
+    (note,) = recording_of("--bf16 --cuda-graphs auto", has_custom_program=True).notes
     assert "a custom model" in note
     with pytest.raises(UserError, match="a custom model"):
-        recording_of("--bf16 --cuda-graphs on", own_program=True)
+        recording_of("--bf16 --cuda-graphs on", has_custom_program=True)
     with pytest.raises(UserError, match="no NVIDIA GPU"):
         recording_of("--bf16 --cuda-graphs on", CPU)
 

@@ -7,10 +7,10 @@ import torch
 
 from pentatron.checkpoint.state import TrainState
 from pentatron.cli.configure import prepare
-from pentatron.data.datasets import Datasets, OpenedData, OrderSizes, build_datasets, open_data
 from pentatron.data.indexed import IndexedDataset
 from pentatron.data.indexed_writer import IndexedDatasetWriter
-from pentatron.data.sampling import IndexCache
+from pentatron.data.open_data import Datasets, OpenedData, OrderSizes, build_datasets, open_data
+from pentatron.data.sample_index import IndexCache
 from pentatron.data.tokenizer import ByteTokenizer, identify_tokenizer
 from pentatron.errors import UserError
 from pentatron.monitor.display import open_display
@@ -75,7 +75,7 @@ def test_the_test_set_is_the_tail_of_the_files(prefix: Path) -> None:
         assert found is not None and wanted is not None
         for number in range(12):
             assert found[number]["tokens"].tolist() == wanted[number]["tokens"].tolist()
-    assert datasets.untested == ""
+    assert datasets.no_test == ""
     # The default test share is too small for a document: training runs without a test set.
     small = prefix.parent / "small"
     with IndexedDatasetWriter(small, "uint16") as writer:
@@ -83,12 +83,12 @@ def test_the_test_set_is_the_tail_of_the_files(prefix: Path) -> None:
             writer.add_document([1] * 70)
     without = build(small, "--vocab-size 257")
     assert without.test is None and without.valid is not None
-    assert without.untested == f"--split 969,30,1 leaves 0 tokens of {small} to test with, and 1 are needed"
+    assert without.no_test == f"--split 969,30,1 leaves 0 tokens of {small} to test with, and 1 are needed"
     for words in ("--split 8,2", "--split 8,1,1 --eval-iters 0", "--split 8,1,1 --eval-interval 0"):
         assert build(prefix, f"--vocab-size 257 {words}").test is None
     # Corpora without weights are weighted by their samples: too few test tokens in all of them is no error.
     blended = build(Path(f"{prefix} {prefix}"), "--vocab-size 257 --split 900,99,1 --seq-length 512")
-    assert blended.test is None and "and 513 are needed" in blended.untested
+    assert blended.test is None and "and 513 are needed" in blended.no_test
 
 
 def test_files_of_its_own_to_test_with(prefix: Path) -> None:

@@ -10,7 +10,7 @@ from pentatron.errors import UserError
 from pentatron.parallel.world import single_process
 from pentatron.settings.entry_points import PRETRAIN_GPT, TRAIN, EntryPoint
 from pentatron.settings.resolve import gather, resolve
-from pentatron.settings.settings import Facts
+from pentatron.settings.settings import ProcessFacts
 from pentatron.supervise.attempts import Attempt, LauncherState, identify_attempt
 from pentatron.train.session import run_training
 from tests.support import LLAMA, TINY
@@ -19,7 +19,7 @@ RUN = f"{TINY} {LLAMA} --global-batch-size 4 --eval-interval 0 --lr 1e-2 --log-i
 
 
 def train(words: str, attempt: Attempt | None = None, entry: EntryPoint = PRETRAIN_GPT) -> None:
-    settings = resolve(gather(f"{RUN} {words}".split(), entry), Facts(1, 1, 1))
+    settings = resolve(gather(f"{RUN} {words}".split(), entry), ProcessFacts(1, 1, 1))
     run_training(settings, single_process(), entry.resumes, attempt=attempt or Attempt())
 
 
@@ -94,7 +94,7 @@ def test_weights_alone_from_elsewhere_move_the_earlier_run_aside(tmp_path: Path)
 
 
 @pytest.mark.parametrize("words", ["", "--load {base} --finetune", "--load {own} --finetune"])
-def test_a_restart_goes_on_and_a_command_typed_again_does_not(tmp_path: Path, words: str) -> None:
+def test_restart_resumes_and_a_repeated_command_starts_anew(tmp_path: Path, words: str) -> None:
     base, place = tmp_path / "base", tmp_path / "a"
     train(f"--save {base} --train-iters 2")
     # An earlier run of another job.
@@ -142,7 +142,7 @@ def test_a_load_that_contradicts_the_run_is_refused_with_both_names(
         train(f"--load {tmp_path / 'y'} --finetune {place} 4", entry=TRAIN)
     capsys.readouterr()
     train(f"--load {tmp_path / 'x'} --finetune {place} 4", entry=TRAIN)
-    assert "chose what this run began with; it resumes from its own step 2" in capsys.readouterr().out
+    assert "has no effect: the run resumes from its own step 2" in capsys.readouterr().out
     train(f"--run-dir {tmp_path / 'b'} --train-iters 2", entry=TRAIN)
     with pytest.raises(UserError, match="began with new weights, and --load names"):
         train(f"--load {tmp_path / 'x'} --run-dir {tmp_path / 'b'} --train-iters 4", entry=TRAIN)
@@ -155,14 +155,14 @@ def test_another_run_in_a_folder_that_was_not_chosen_comes_first_in_the_refusal(
     train("--train-iters 2", entry=TRAIN)
     with pytest.raises(
         UserError,
-        match=r"^another run is in runs/2l-32h-synthetic; choose --run-dir for this one: the data is not",
+        match=r"^another run is in runs/2l-32h-synthetic; give another --run-dir: the data is not",
     ):
         train("--train-iters 4 --dataset-size 32", entry=TRAIN)
     with pytest.raises(UserError, match=r"^the data is not"):
         train("--train-iters 4 --dataset-size 32 --run-dir runs/2l-32h-synthetic", entry=TRAIN)
 
 
-def test_what_a_run_reads_is_not_moved_aside(tmp_path: Path) -> None:
+def test_input_files_are_not_moved_aside(tmp_path: Path) -> None:
     place = tmp_path / "a"
     train(f"--save {place} --train-iters 2")
     (place / "huggingface").mkdir()

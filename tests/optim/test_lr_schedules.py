@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pentatron.optim.schedule import (
+from pentatron.optim.lr_schedules import (
     LearningRate,
     WeightDecay,
     get_cosine_schedule_with_warmup,

@@ -24,13 +24,13 @@ _NORM_PARAMETERS = {"LayerNorm": ("weight", "bias"), "RMSNorm": ("weight",)}
 class Parameter:
     """A parameter on one rank. `name` is relative to its layer, or to the stage outside of layers.
 
-    Ranks on the axis `copies` hold replicas and see different tokens. `is_tied_across_stages`: a tied
+    Ranks on `replica_axis` hold replicas and see different tokens. `is_tied_across_stages`: a tied
     embedding, of which the first and the last stage have a copy.
     """
 
     name: str
     shape: tuple[int, ...]
-    copies: Axis = "replicas"
+    replica_axis: Axis = "replicas"
     is_tied_across_stages: bool = False
 
     @cached_property
@@ -142,12 +142,15 @@ class ExpertSizes:
         return [Parameter(f"mlp.experts.{n}.weight", shape, "expert_data") for n, shape in shapes.items()]
 
 
-def expert_sizes(config: TransformerConfig, moe: MoEConfig, holders: int = 1, cut: int = 1) -> ExpertSizes:
+def expert_sizes(
+    config: TransformerConfig, moe: MoEConfig, ep_size: int = 1, expert_tp_size: int = 1
+) -> ExpertSizes:
     """Returns the sizes on one rank.
 
-    `holders`: expert-parallel size. `cut`: tensor-parallel size of an expert.
+    `ep_size`: expert-parallel size. `expert_tp_size`: tensor-parallel size of an expert.
     """
-    count, inner, hidden = moe.experts // holders, moe.moe_ffn_hidden_size // cut, config.hidden_size
+    count, hidden = moe.experts // ep_size, config.hidden_size
+    inner = moe.moe_ffn_hidden_size // expert_tp_size
     fc1 = (count, matrices_before_activation(config) * inner, hidden)
     return ExpertSizes(count, inner, fc1, (count, hidden, inner))
 
@@ -225,7 +228,7 @@ class ModelParameters:
         return None if width is None else mlp_sizes(self.model, self.grid.tensor, width)
 
     @cached_property
-    def table(self) -> tuple[int, int]:
+    def embedding_shape(self) -> tuple[int, int]:
         return embedding_shape(self.model, self.grid.tensor)
 
     def stage(self, part: StagePart) -> list[Parameter]:
@@ -233,7 +236,9 @@ class ModelParameters:
         tied, positions = is_tied(self.model), position_shape(self.model)
         if part.embedding:
             copied = tied and not part.head
-            parameters.append(Parameter("embedding.word.weight", self.table, is_tied_across_stages=copied))
+            parameters.append(
+                Parameter("embedding.word.weight", self.embedding_shape, is_tied_across_stages=copied)
+            )
         if part.embedding and positions is not None:
             parameters.append(Parameter("embedding.position.weight", positions))
         for layer in part.layers:
@@ -241,7 +246,7 @@ class ModelParameters:
         if part.head:
             parameters += self._norm("final_norm")
         if has_separate_output_weight(self.model, part):
-            parameters.append(Parameter("head.weight", self.table, is_tied_across_stages=tied))
+            parameters.append(Parameter("head.weight", self.embedding_shape, is_tied_across_stages=tied))
         return parameters
 
     def layer(self, number: int) -> list[Parameter]:

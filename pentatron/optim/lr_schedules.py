@@ -75,16 +75,16 @@ class WeightDecay:
 
 
 def learning_rate(config: RunConfig) -> LearningRate:
-    optim, spans = config.optim, config.spans
+    optim, lengths = config.optim, config.schedule_lengths
     return LearningRate(
         style=optim.lr_decay_style,
         peak=optim.lr,
         floor=optim.min_lr,
-        warmup_samples=spans.warmup,
-        decay_samples=spans.decay,
+        warmup_samples=lengths.warmup,
+        decay_samples=lengths.decay,
         init=optim.lr_warmup_init,
         wsd_style=optim.lr_wsd_decay_style,
-        wsd_samples=spans.wsd,
+        wsd_samples=lengths.wsd,
     )
 
 
@@ -93,7 +93,7 @@ def weight_decay(config: RunConfig) -> WeightDecay:
     bounds = (optim.start_weight_decay, optim.end_weight_decay)
     if style == "constant":
         bounds = (optim.weight_decay, optim.weight_decay)
-    return WeightDecay(style, *bounds, config.spans.total)
+    return WeightDecay(style, *bounds, config.schedule_lengths.total)
 
 
 def get_cosine_schedule_with_warmup(

@@ -11,7 +11,7 @@ from pentatron.cli.main import main
 from pentatron.errors import UserError
 from pentatron.settings.entry_points import TRAIN
 from pentatron.settings.presets import presets
-from pentatron.settings.run_config import sections, table
+from pentatron.settings.run_config import all_settings, sections
 
 LAUNCHERS = (
     "RANK",
@@ -64,13 +64,13 @@ def test_groups_and_notices(capsys: pytest.CaptureFixture[str]) -> None:
     assert titles[:2] == ["Run", "Model architecture"]
     model = text[text.index("Model architecture") : text.index("Data and tokenizer")]
     assert "  num_layers " in model and "  lr " not in model and "  seed " not in text
-    assert "note: --no-rope-fusion: there is no separate rotary kernel here\n" in text
+    assert "note: --no-rope-fusion: there is no separate rotary kernel, so this has no effect\n" in text
     assert text.endswith("add --all to print them, --json to print all as JSON\n")
 
 
 def test_all_shows_all(capsys: pytest.CaptureFixture[str]) -> None:
     found = rows(show(capsys, "--all --nproc-per-node 2"))
-    assert set(found) == set(table())
+    assert set(found) == set(all_settings())
     assert found["seed"] == ("1234", "default")
     assert found["data_path"] == ("none", "default")
     assert found["world_size"] == ("none", "default")
@@ -78,7 +78,7 @@ def test_all_shows_all(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(show(capsys, "--json --nproc-per-node 2 --lr=1e-3"))
-    assert list(found) == list(table())
+    assert list(found) == list(all_settings())
     assert found["lr"] == {"value": 1e-3, "source": "flag --lr"}
     assert found["data_path"] == {"value": [], "source": "default"}
     assert found["num_query_groups"] == {"value": 2, "source": "preset demo"}
@@ -111,7 +111,7 @@ def test_as_an_unknown_program(capsys: pytest.CaptureFixture[str], words: str) -
     assert "--as must be one of pentatron train, pretrain_gpt.py, " in capsys.readouterr().err
 
 
-def test_as_no_program(capsys: pytest.CaptureFixture[str]) -> None:
+def test_as_without_value(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "--as"]) == 2
     assert capsys.readouterr().err == "pentatron: --as needs a value\n"
 
@@ -146,7 +146,7 @@ def test_presets(capsys: pytest.CaptureFixture[str]) -> None:
     assert table_rows["mixtral-8x7b"] == ["32", "4096", "14336", "32", "8", "32000"]
 
 
-def test_a_preset_that_needs_what_is_not_built_says_so() -> None:
+def test_preset_with_a_missing_feature_is_reported() -> None:
     """Marks presets that need unavailable settings; no present preset does."""
     local = {"num_layers": 3, "non_persistent_ckpt_type": "local"}
     assert unavailable(local) == "  not available yet: non-persistent checkpoints"
@@ -219,7 +219,7 @@ def test_nccl_timeout_is_a_setting_from_the_environment(monkeypatch: pytest.Monk
     assert list(found.notices) == []
     found = prepare("--nproc-per-node 2 --distributed-timeout-minutes 5".split(), TRAIN).resolved
     assert list(found.notices) == [
-        "--distributed-timeout-minutes 5.0 has no effect: the environment says NCCL_TIMEOUT=3600 (seconds)"
+        "--distributed-timeout-minutes 5.0 has no effect: the environment sets NCCL_TIMEOUT=3600 (seconds)"
     ]
     monkeypatch.setenv("NCCL_TIMEOUT", "long")
     found = prepare(["--nproc-per-node", "2"], TRAIN).resolved

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from pentatron.data.sampling import SampleIndex, build_sample_index, parse_split, split_ranges
+from pentatron.data.sample_index import SampleIndex, build_sample_index, parse_split, split_ranges
 
 LENGTHS = np.array([7, 3, 10, 4, 6], dtype=np.int32)
 # requested samples: epochs, whether the last epoch is separate, document order, sample order

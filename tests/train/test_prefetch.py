@@ -72,7 +72,7 @@ def test_a_step_is_on_its_way_before_it_is_drawn() -> None:
     assert journal.finished == [0]
 
 
-def test_nothing_goes_on_when_nobody_draws() -> None:
+def test_threads_end_when_the_prefetcher_is_dropped() -> None:
     before = threading.active_count()
     for drawn in (0, 3):
         closed: list[bool] = []
@@ -99,7 +99,7 @@ def test_on_a_cpu_no_thread_reads_ahead() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="copies to a GPU")
-def test_what_arrives_is_what_was_sent() -> None:
+def test_batches_reach_the_gpu_unchanged() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     sent = [Batch(*(torch.randint(99, (4, 512)) for _ in range(4))) for _ in range(50)]
     for expected, found in zip(sent, Prefetcher(iter(sent), 2, CopyToGPU(torch.cuda.Stream(device)))):

@@ -40,7 +40,7 @@ def run(folder: Path, words: str = "", started: float | None = None) -> str:
 
 def on_ranks(folder: str, words: str, grid: dict[str, int]) -> None:
     world = create_groups(Grid(**grid), dist.get_rank(), dist.get_rank(), torch.device("cpu"))
-    run_training(resolved(f"{RUN} --run-dir {folder} {words}", world.everyone.size), world, True)
+    run_training(resolved(f"{RUN} --run-dir {folder} {words}", world.all_ranks.size), world, True)
 
 
 def test_a_block_reads_as_megatrons() -> None:
@@ -54,16 +54,16 @@ def test_a_block_reads_as_megatrons() -> None:
     assert block_of(ranks, "all").splitlines()[2:4] == ["     rank  0: 10.12", "     rank  1: 9.00"]
 
 
-def test_what_waits_inside_a_computation_is_not_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timer_excludes_waiting_inside_a_computation(monkeypatch: pytest.MonkeyPatch) -> None:
     timers, clock = Timers(2), iter([0.0, 0.0, 1.0, 4.0, 9.0, 9.0])
     monkeypatch.setattr(timers, "now", lambda: next(clock))
     with timers("forward-backward", 1), timers("forward-compute", 2), timers("forward-recv", 2):
         pass
-    block = timers.block(single_process().everyone)
+    block = timers.block(single_process().all_ranks)
     assert block is not None
     shown = dict(re.findall(r"    (\S+) \.*: \((\S+),", block))
     assert shown == {"forward-backward": "9000.00", "forward-compute": "6000.00", "forward-recv": "3000.00"}
-    assert timers.block(single_process().everyone) is None
+    assert timers.block(single_process().all_ranks) is None
 
 
 def test_timers_show_the_parts_of_their_level(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_timers_show_the_parts_of_their_level(tmp_path: Path) -> None:
     assert "forward-backward ..." not in run(tmp_path / "c")
 
 
-def test_what_is_no_part_of_every_step_is_told_when_it_is_done(
+def test_timers_of_saves_and_evaluations_are_reported_separately(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reports saves and evaluations undivided; averages step timers over the steps since the last line."""
@@ -150,7 +150,7 @@ def test_chosen_steps_and_ranks_are_profiled(tmp_path: Path) -> None:
     assert sum(e.get("name") == "aten::embedding" for e in events) == 2 * 2
 
 
-def test_a_profile_that_should_have_begun_before_is_told(tmp_path: Path) -> None:
+def test_profile_start_before_the_resume_step_is_reported(tmp_path: Path) -> None:
     words = "--profile --profile-step-start 1 --profile-step-end 3"
     assert "nothing is profiled" not in run(tmp_path / "a")
     assert "after step 4, beyond --profile-step-start 1, so nothing is profiled" in run(
@@ -158,7 +158,7 @@ def test_a_profile_that_should_have_begun_before_is_told(tmp_path: Path) -> None
     )
 
 
-def test_garbage_is_collected_when_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manual_garbage_collection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, seen = trainer_module.train_step, []
 
     def watched(*arguments: Any) -> StepResult:
@@ -222,7 +222,7 @@ def test_a_history_of_memory_is_recorded_and_left_in_the_run_folder(
     asked: list[Any] = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **named: asked.append(named))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", asked.append)
-    world: Any = SimpleNamespace(device=torch.device("cuda"), everyone=SimpleNamespace(rank=3))
+    world: Any = SimpleNamespace(device=torch.device("cuda"), all_ranks=SimpleNamespace(rank=3))
     optimizer: Any = None
     config = resolved("--record-memory-history").config
     decisions = decide(config, DeviceFacts("cuda"))

@@ -41,7 +41,7 @@ def test_a_project_with_a_data_folder_is_refused_by_a_script_that_starts_anew(tm
     (project / ".git").mkdir()
     (project / "thesis.tex").write_text("precious")
     with (
-        pytest.raises(UserError, match=r"project holds data, which no run made.*--run-dir"),
+        pytest.raises(UserError, match=r"project contains data, which no run created.*--run-dir"),
         opened(project, resumes=False),
     ):
         pass
@@ -75,7 +75,7 @@ def test_names_alone_make_no_run(tmp_path: Path) -> None:
     found = list_contents(tmp_path)
     assert not found.holds_run and not found.made and len(found.others) == 3
     with pytest.raises(
-        UserError, match=r"holds iter_0000004, latest_checkpointed_iteration\.txt, which no run made"
+        UserError, match=r"contains iter_0000004, latest_checkpointed_iteration\.txt, which no run created"
     ):
         train(tmp_path, f"--save {tmp_path}", resumes=False)
 
@@ -157,7 +157,7 @@ def test_the_home_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not (tmp_path / "a").exists() and not list((tmp_path / "users" / "me").iterdir())
 
 
-def test_what_cannot_be_moved_is_put_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_move_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(tmp_path / "a")
     before = sorted(path.relative_to(tmp_path) for path in (tmp_path / "a").rglob("*"))
     honest = Path.rename
@@ -246,7 +246,7 @@ def test_a_damaged_config_is_set_aside(tmp_path: Path, capsys: pytest.CaptureFix
     assert (tmp_path / "a" / "config.yaml.damaged-1").read_bytes() == damaged
 
 
-def test_a_run_goes_on_without_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_resumes_without_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tmp_path / "a", "--train-iters 1")
     written = (tmp_path / "a" / "config.yaml").read_bytes()
     (tmp_path / "a" / "config.yaml").write_bytes(b"")

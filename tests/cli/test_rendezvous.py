@@ -64,13 +64,13 @@ def alone(tmp_path: object, **variables: str) -> list[str]:
 
 def test_an_unknown_machine(tmp_path: object) -> None:
     [line] = alone(tmp_path, RANK="1", MASTER_ADDR="no such machine", MASTER_PORT="29500")
-    assert line.startswith("pentatron: rank 1: the machine 'no such machine' is unknown here (")
+    assert line.startswith("pentatron: rank 1: the host name 'no such machine' cannot be resolved (")
     assert line.endswith(
         "set MASTER_ADDR (or --init-method) to the name or the address of the machine of rank 0"
     )
 
 
-def test_nobody_at_the_meeting_point(tmp_path: object) -> None:
+def test_rank_0_never_listens(tmp_path: object) -> None:
     port = free_port()
     waiting, line = alone(tmp_path, RANK="1", MASTER_PORT=str(port))
     assert f"rank 1: still waiting for rank 0 at 127.0.0.1:{port}" in waiting
@@ -99,7 +99,7 @@ def test_fewer_processes_than_announced_on_several_machines(tmp_path: object) ->
 
 
 @pytest.mark.parametrize("url", ["localhost:29500", "tcp://localhost", "http://localhost:29500"])
-def test_a_meeting_point_that_is_none(
+def test_invalid_init_method(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RANK", "WORLD_SIZE"):

@@ -6,8 +6,8 @@ from typing import Any
 
 from pentatron.checkpoint.state import TrainState, is_number
 from pentatron.errors import UserError
-from pentatron.optim.schedule import LearningRate, WeightDecay, learning_rate, weight_decay
-from pentatron.settings.run_config import RunConfig, table
+from pentatron.optim.lr_schedules import LearningRate, WeightDecay, learning_rate, weight_decay
+from pentatron.settings.run_config import RunConfig, all_settings
 from pentatron.settings.settings import Settings
 
 _USE, _OVERRIDE = "--use-checkpoint-opt-param-scheduler", "--override-opt-param-scheduler"
@@ -32,24 +32,24 @@ _WORDS = {
 }
 # Valid values of the fields that are not numbers.
 _STYLES = {
-    "style": (*table()["lr_decay_style"].choices, *table()["weight_decay_incr_style"].choices),
-    "wsd_style": tuple(table()["lr_wsd_decay_style"].choices),
+    "style": (*all_settings()["lr_decay_style"].choices, *all_settings()["weight_decay_incr_style"].choices),
+    "wsd_style": tuple(all_settings()["lr_wsd_decay_style"].choices),
 }
 
 
 @dataclass(frozen=True)
-class Schedule:
+class OptimizerSchedule:
     """The schedules in samples, so that a change of the batch size does not shift them."""
 
     learning_rate: LearningRate
     weight_decay: WeightDecay
 
     @classmethod
-    def of(cls, config: RunConfig) -> "Schedule":
+    def of(cls, config: RunConfig) -> "OptimizerSchedule":
         return cls(learning_rate(config), weight_decay(config))
 
     @classmethod
-    def from_json(cls, schedule: Mapping[str, Any]) -> "Schedule":
+    def from_json(cls, schedule: Mapping[str, Any]) -> "OptimizerSchedule":
         try:
             for values in (schedule["learning_rate"], schedule["weight_decay"]):
                 for name, value in values.items():
@@ -70,7 +70,7 @@ class Schedule:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def differences(self, other: "Schedule") -> Iterator[str]:
+    def differences(self, other: "OptimizerSchedule") -> Iterator[str]:
         """Yields the differences to `other`, the schedule of this command."""
         saved, now = self.to_json(), other.to_json()
         for part, words in _WORDS.items():
@@ -78,7 +78,7 @@ class Schedule:
                 if saved[part][name] != now[part][name] and self._has_effect(part, name, other):
                     yield f"{word}: {_plain(saved[part][name])} (this command: {_plain(now[part][name])})"
 
-    def _has_effect(self, part: str, name: str, other: "Schedule") -> bool:
+    def _has_effect(self, part: str, name: str, other: "OptimizerSchedule") -> bool:
         """Whether a field has an effect: a constant has no length or end, only WSD has its own decay."""
         if part == "weight_decay":
             constant = self.weight_decay.style == other.weight_decay.style == "constant"
@@ -96,19 +96,19 @@ def _plain(value: Any) -> str:
 
 def saved_schedule(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Builds the schedule from the settings of a checkpoint, with defaults for missing ones."""
-    values = {name: settings.get(name, item.default) for name, item in table().items()}
-    return Schedule.of(RunConfig.of(Settings(values))).to_json()
+    values = {name: settings.get(name, item.default) for name, item in all_settings().items()}
+    return OptimizerSchedule.of(RunConfig.of(Settings(values))).to_json()
 
 
 def update_schedule(config: RunConfig, state: TrainState) -> list[str]:
     """Stores the schedule of the run in `state`; returns notes about a changed schedule."""
-    chosen, now = config.checkpoint, Schedule.of(config)
+    chosen, now = config.checkpoint, OptimizerSchedule.of(config)
     if not state.schedule:
         state.schedule = now.to_json()
         given = [_USE] * chosen.use_checkpoint_opt_param_scheduler
         given += [_OVERRIDE] * chosen.override_opt_param_scheduler
         return [f"{flag}: no schedule is loaded, so this has no effect" for flag in given]
-    before = Schedule.from_json(state.schedule)
+    before = OptimizerSchedule.from_json(state.schedule)
     different = list(before.differences(now))
     if chosen.use_checkpoint_opt_param_scheduler:
         return [f"{_USE}: the checkpoint's schedule is kept; {'; '.join(different)}"] if different else []
@@ -121,5 +121,5 @@ def update_schedule(config: RunConfig, state: TrainState) -> list[str]:
     effect = f"not {rate_before}" if rate != rate_before else later
     return [
         f"the schedule of this command is not the checkpoint's: the learning rate continues at {rate}, {effect} "
-        f"({_USE} keeps the checkpoint's; {_OVERRIDE} takes this one without this note)"
+        f"({_USE} keeps the checkpoint's; {_OVERRIDE} uses this one and hides this note)"
     ]

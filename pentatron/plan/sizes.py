@@ -9,8 +9,8 @@ from pentatron.layout.ranks import Axis
 from pentatron.layout.stages import StagePart
 from pentatron.settings.decision_types import Decisions, DeviceFacts
 from pentatron.settings.decisions import decide
-from pentatron.settings.parameters import ModelParameters, is_tied, matrices_before_activation
-from pentatron.settings.run_config import RunConfig, table
+from pentatron.settings.model_sizes import ModelParameters, is_tied, matrices_before_activation
+from pentatron.settings.run_config import RunConfig, all_settings
 
 # Bytes of a number in fp32.
 FP32 = 4
@@ -20,12 +20,12 @@ def with_values(config: RunConfig, **values: Any) -> RunConfig:
     """Returns the configuration with other values of some settings. Does not check the rules."""
     sections: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
-        sections.setdefault(table()[name].section, {})[name] = value
+        sections.setdefault(all_settings()[name].section, {})[name] = value
     parts = {name: dataclasses.replace(getattr(config, name), **own) for name, own in sections.items()}
     return dataclasses.replace(config, **parts)
 
 
-class Shape:
+class PlanSizes:
     """A configuration with short names for derived sizes, and what is computed from it only once.
 
     Widths are those of one rank. `on_gpu` None assumes neither: the device behaves as a CPU, and GPU-only
@@ -44,11 +44,11 @@ class Shape:
         self.head, self.heads, self.groups = attention.head, attention.heads, attention.groups
         # `queries` is also the width of the attention output.
         self.queries, self.keys = self.heads * self.head, self.groups * self.head
-        self.hidden, self.words = model.hidden_size, self.parameters.table[0]
+        self.hidden, self.local_vocab_size = model.hidden_size, self.parameters.embedding_shape[0]
         self.inner, self.shared_inner = self.parameters.mlp.inner, shared.inner if shared else 0
         self.expert_inner = self.parameters.experts.inner if self.sparse_layers else 0
         # Matrices before the activation function: 2 in a gated MLP, otherwise 1.
-        self.halves = matrices_before_activation(model)
+        self.fc1_matrices = matrices_before_activation(model)
         self.tied = is_tied(model)
         self.stages, self.placement = config.stages, config.placement
         self._set_config(config)
@@ -57,7 +57,7 @@ class Shape:
         """Sets what does not depend on the division of the model alone."""
         self.config, precision = config, config.precision
         # Bytes per element of weights and of most activations.
-        self.width = 2 if precision.bf16 or precision.fp16 else FP32
+        self.element_bytes = 2 if precision.bf16 or precision.fp16 else FP32
         # Modules of a layer that selective recompute covers.
         selective = config.memory.recompute_granularity == "selective"
         self.recomputed_modules = frozenset(config.memory.recompute_modules if selective else ())
@@ -66,19 +66,19 @@ class Shape:
         self.tokens = config.train.micro_batch_size * config.model.seq_length // self.grid.context
         # Tokens of a micro-batch whose hidden states a rank holds between layers, and their bytes.
         self.local_tokens = self.tokens // self.grid.tensor if self.sequence_parallel else self.tokens
-        self.hidden_states = self.width * self.local_tokens * self.hidden
+        self.hidden_states = self.element_bytes * self.local_tokens * self.hidden
         # Token-expert pairs dispatched to one rank, with balanced experts.
         pairs = self.local_tokens * config.moe.moe_router_topk * self.grid.expert_tensor
         capacity_factor = config.moe.moe_expert_capacity_factor
-        self.rows = pairs if capacity_factor is None else int(pairs * min(1.0, capacity_factor))
+        self.dispatched_rows = pairs if capacity_factor is None else int(pairs * min(1.0, capacity_factor))
 
-    def with_config(self, config: RunConfig) -> "Shape":
-        """Returns the shape of a configuration with the same division of the model, sharing everything cached
+    def with_config(self, config: RunConfig) -> "PlanSizes":
+        """Returns the sizes of a configuration with the same division of the model, sharing everything cached
         about it."""
-        shape = copy.copy(self)
-        shape.__dict__.pop("decisions", None)
-        shape._set_config(config)
-        return shape
+        sizes = copy.copy(self)
+        sizes.__dict__.pop("decisions", None)
+        sizes._set_config(config)
+        return sizes
 
     @cached_property
     def decisions(self) -> Decisions:
@@ -104,7 +104,7 @@ class Shape:
         return tuple(sorted({0, min(1, ranks - 1), layers.index(max(layers)), ranks - 1}))
 
     @property
-    def recorded(self) -> bool:
+    def requires_graphs(self) -> bool:
         """Whether CUDA graphs are required. By default they are used only if there is memory for them, so
         that a run never needs more because of them."""
         return bool(self.on_gpu) and self.decisions.graphs.required
