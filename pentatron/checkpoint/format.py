@@ -267,7 +267,7 @@ def locate_damage(path: Path, manifest: Manifest, digest: str) -> tuple[list[str
     Tensors are located by their own CRC-32; without these, all tensors of the file are returned.
     """
     names = manifest.tensors_in(path.name)
-    pieces = {p.key: (name, p) for n in names for p in manifest.tensors[n].pieces if p.file == path.name}
+    pieces = {p.key: (n, p) for n in names for p in manifest.tensors[n].pieces if p.file == path.name}
     wrong = f"{path}: sha256 is {digest[:12]}…, not {manifest.files[path.name].sha256[:12]}…;"
     if not pieces or any(piece.crc32 is None for _, piece in pieces.values()):
         return names, f"{wrong} it holds {len(names)} tensors, from {names[0] if names else 'none'} on"
