@@ -23,9 +23,7 @@ AXES = {
 VARIANTS = ("zero", "sp", "schedules")
 _ZERO_STAGES = (0, 1, 2, 3)
 # Those that need no setting for the number of stages on a rank.
-_SCHEDULES = tuple(
-    kind for kind, schedule in SCHEDULES.items() if schedule.stages is not StagesPerRank.SEVERAL
-)
+_SCHEDULES = tuple(kind for kind in SCHEDULES if SCHEDULES[kind].stages is not StagesPerRank.SEVERAL)
 # Upper limit of the search for a micro-batch size.
 MAX_MICRO_BATCH = 65536
 

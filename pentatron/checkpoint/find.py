@@ -10,13 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pentatron.checkpoint.format import (
-    MANIFEST_FILE,
-    DamagedCheckpoint,
-    Manifest,
-    read_manifest,
-    verify_files,
-)
+from pentatron.checkpoint import format
+from pentatron.checkpoint.format import DamagedCheckpoint, Manifest, read_manifest, verify_files
 from pentatron.checkpoint.load import ROUTERS, WEIGHTS
 from pentatron.checkpoint.manifest_checks import size_problem
 from pentatron.checkpoint.retention import read_base_steps
@@ -58,7 +53,7 @@ def _read_line(path: Path) -> str:
 
 def is_step(path: Path) -> bool:
     """Whether the path is a step: it has a manifest."""
-    return (path / MANIFEST_FILE).is_file()
+    return (path / format.MANIFEST_FILE).is_file()
 
 
 def find_steps_folder(path: Path) -> Path | None:
@@ -257,11 +252,9 @@ def saved_settings(found: Checkpoint) -> dict[str, Any]:
             f"{found.folder} describes a model this version does not know ({', '.join(unknown) or 'it has no settings'}); use the "
             f"version that saved it"
         )
-    flat = {name: value for section in config.values() for name, value in section.items()}
+    saved = {name: value for section in config.values() for name, value in section.items()}
     # Settings unknown to this version (older or newer) are passed through unchecked.
-    saved = {
-        name: _typed(found, name, value) if name in all_settings() else value for name, value in flat.items()
-    }
+    saved |= {name: _typed(found, name, value) for name, value in saved.items() if name in all_settings()}
     if problem := size_problem(saved, {n: r.shape for n, r in found.manifest.tensors.items()}):
         raise UserError(f"{found.folder} cannot be the model it describes ({problem}); name another step")
     return saved
@@ -305,7 +298,5 @@ def saved_architecture(found: Checkpoint) -> tuple[TransformerConfig, MoEConfig]
     if moe.num_experts is not None and moe.moe_ffn_hidden_size is None:
         missing.append("moe_ffn_hidden_size")
     if missing:
-        raise UserError(
-            f"{found.folder} lacks {missing[0]}, without which its model cannot be built; name another step"
-        )
+        raise UserError(f"{found.folder} lacks {missing[0]}, without which there is no model; name another")
     return model, moe

@@ -116,10 +116,8 @@ class StepReader(contextlib.ExitStack):
         try:
             # A slice is a view of the file, so only the requested rectangle is read.
             stored = self._open(path).get_slice(piece.key)
-            if tuple(stored.get_shape()) != piece.shape:
-                raise DamagedCheckpoint(
-                    f"{piece.key} is stored as {stored.get_shape()}, not {list(piece.shape)}"
-                )
+            if (shape := tuple(stored.get_shape())) != piece.shape:
+                raise DamagedCheckpoint(f"{piece.key} is stored as {list(shape)}, not {list(piece.shape)}")
             values: Tensor = stored[tuple(slice(i, i + n) for i, n in zip(start, size, strict=True))]
             if values.dtype != dtype:
                 raise DamagedCheckpoint(f"{piece.key} is stored as {values.dtype}, not {dtype}")

@@ -235,9 +235,7 @@ def _locked(path: Path) -> TextIO:
             file.close()
             raise
         file.close()
-    raise UserError(
-        f"{path} is deleted again and again by another process, so it cannot be locked; end that process"
-    )
+    raise UserError(f"another process keeps deleting {path}, so it cannot be locked; end that process")
 
 
 def _stat(path: Path) -> os.stat_result | None:

@@ -350,10 +350,8 @@ class RankSave:
             read_manifest(final)
             if reason := _failure_of(self.store.update_latest, final):
                 notes.append(f"the step is saved, but the file `latest` could not be updated ({reason})")
-            to_check = not unsynced and self.store.needs_read_back(self.draft.step)
-            return SaveResult(
-                str(final), to_check=to_check, note="; ".join(notes), keeps_older=bool(unsynced)
-            )
+            check = not unsynced and self.store.needs_read_back(self.draft.step)
+            return SaveResult(str(final), to_check=check, note="; ".join(notes), keeps_older=bool(unsynced))
         except OSError as error:
             return SaveResult(failure=f"rank 0: {error.strerror or error}")
         except FolderLost as error:

@@ -71,16 +71,14 @@ def save_rectangles(
     temporary.mkdir(parents=True)
     files: dict[str, FileRecord] = {}
     records = [(name, dataclasses.replace(record, pieces=())) for name, record in source.tensors.items()]
+    stored = source.tensors
     for file, rectangles in contents:
         by_key = {
-            piece_key(name, source.tensors[name].shape, start, size): (name, start, size)
+            piece_key(name, stored[name].shape, start, size): (name, start, size)
             for name, start, size in rectangles
         }
         assert len(by_key) == len(rectangles), f"{file} would contain a rectangle twice"
-        outlines = {
-            key: TensorSpec(DTYPES[source.tensors[name].dtype], size)
-            for key, (name, _, size) in by_key.items()
-        }
+        specs = {key: TensorSpec(DTYPES[stored[name].dtype], size) for key, (name, _, size) in by_key.items()}
 
         def read_part(
             key: str, start: Shape, size: Shape, by_key: Mapping[str, Rectangle] = by_key
@@ -88,10 +86,10 @@ def save_rectangles(
             name, origin, _ = by_key[key]
             return read(name, tuple(i + j for i, j in zip(origin, start, strict=True)), size)
 
-        files[file] = write_blocks(temporary / file, outlines, read_part)
+        files[file] = write_blocks(temporary / file, specs, read_part)
         for key, (name, start, size) in by_key.items():
             piece = StoredPiece(file, key, start, size, files[file].crc32[key])
-            records.append((name, dataclasses.replace(source.tensors[name], pieces=(piece,))))
+            records.append((name, dataclasses.replace(stored[name], pieces=(piece,))))
     tensors = merge_tensor_records(records)
     manifest = dataclasses.replace(source, files=files, tensors=tensors, config=dict(config))
     return store.commit(temporary, manifest)

@@ -59,9 +59,7 @@ class BenchOptions(Options):
     steps: int = option(4, "number of measured steps", limit=ONE_OR_MORE)
     warmup: int = option(2, "number of steps before the measured ones", limit=NON_NEGATIVE)
     out: str = option(
-        "benchmark_results",
-        "folder of the results; an existing folder of that name is moved aside",
-        value="FOLDER",
+        "benchmark_results", "folder of the results; an existing one is moved aside", value="FOLDER"
     )
     layout_timeout: float = option(600.0, "maximum seconds per layout", value="S", limit=POSITIVE)
     list: bool = option(False, "list the layouts without running them")
@@ -196,9 +194,7 @@ def _introduction(sweep: BenchConfig, count: int) -> list[str]:
     lines = [f"{what} on {sweep.device}, {sweep.options.warmup} + {sweep.options.steps} steps each"]
     if not sweep.on_gpu:
         sharing = f"no GPU is used, so the processes share {cores} {plural(cores, 'CPU core')}"
-        lines.append(
-            f"note: {sharing}; the numbers compare layouts on this machine and do not predict those of GPUs"
-        )
+        lines.append(f"note: {sharing}; the numbers compare layouts on this machine and do not predict GPUs")
     elif sweep.processes > gpus:
         sharing = f"{sweep.processes} processes share {gpus} GPU(s) and communicate through gloo"
         lines.append(f"note: {sharing}, so the numbers do not predict that many GPUs")
@@ -220,9 +216,7 @@ def _run(sweep: BenchConfig, layouts: Sequence[Candidate]) -> int:
     display = open_display("auto" if sys.stdout.isatty() else "off")
     starter = ForkServer(["pentatron.cli.bench_worker"])
     results = Table([layout.name for layout in layouts], sweep.on_gpu)
-    rows = [
-        Row(layout, "not run", sweep.processes, "", "the sweep was stopped earlier") for layout in layouts
-    ]
+    rows = [Row(layout, "not run", sweep.processes, "", "the sweep stopped earlier") for layout in layouts]
     write_summary(sweep.folder.summary, rows)
     interrupted = False
     try:

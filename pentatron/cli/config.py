@@ -29,9 +29,7 @@ def _entry_named(written: str, flag: str) -> str:
 class ConfigOptions(Options):
     all: bool = option(False, "also print settings at their default")
     json: bool = option(False, "print all settings as JSON")
-    as_: str = option(
-        TRAIN.name, f"interpret flags as SCRIPT does: {_SCRIPTS}", value="SCRIPT", parse=_entry_named
-    )
+    as_: str = option(TRAIN.name, f"parse flags like SCRIPT: {_SCRIPTS}", value="SCRIPT", parse=_entry_named)
 
     @property
     def entry(self) -> EntryPoint:

@@ -169,10 +169,8 @@ def _local_facts(draft: Draft, worker: RankInfo | None) -> ProcessFacts:
     cores = usable_cores()
     if worker is not None:
         # The name is for other launchers: pentatron's own one is this program.
-        launcher = "" if current_worker() is not None else worker.launcher
-        return ProcessFacts(
-            worker.world_size, worker.local_size, cores, launcher, "MASTER_ADDR" in os.environ
-        )
+        name = "" if current_worker() is not None else worker.launcher
+        return ProcessFacts(worker.world_size, worker.local_size, cores, name, "MASTER_ADDR" in os.environ)
     processes = draft.nproc_per_node
     if processes is None and draft.device != "cpu":
         import torch

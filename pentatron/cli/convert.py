@@ -38,15 +38,10 @@ class ImportCommandOptions(Options):
     dtype: str | None = option(
         None, "dtype to convert the weights to (that of the source)", choices=("fp32", "bf16", "fp16")
     )
-    allow_narrowing: bool = option(
-        False, "allow a dtype that cannot hold every value of the source; weights are rounded"
-    )
-    tokenizer: str | None = option(
-        None, "copy the tokenizer of this folder instead of that of HF_DIR", value="DIR"
-    )
+    allow_narrowing: bool = option(False, "allow a dtype that cannot hold every value: weights are rounded")
+    tokenizer: str | None = option(None, "copy the tokenizer of this folder, not that of HF_DIR", value="DIR")
     verify: bool = option(
-        False,
-        "compare logits on random tokens with the transformers library; needs memory for the whole model",
+        False, "compare logits on random tokens with the transformers library; needs memory for a whole model"
     )
     progress_bar: str = option("auto", "live progress bar", choices=("auto", "on", "off"))
 
@@ -67,12 +62,8 @@ class ExportCommandOptions(ImportCommandOptions):
         "dtype of the weights (the precision of the run; for an imported model, its own)",
         choices=("fp32", "bf16", "fp16"),
     )
-    tokenizer: str | None = option(
-        None, "copy the tokenizer of this folder instead of that of the model", value="DIR"
-    )
-    max_shard_size: int = option(
-        5 * 10**9, "maximum size of a file, such as 500MB (5GB)", value="SIZE", parse=_size
-    )
+    tokenizer: str | None = option(None, "copy the tokenizer of this folder, not the model's", value="DIR")
+    max_shard_size: int = option(5 * 10**9, "maximum file size, like 500MB (5GB)", value="SIZE", parse=_size)
     no_check: bool = option(False, "do not compare the checksums of the checkpoint")
 
 
@@ -99,16 +90,12 @@ T = TypeVar("T", bound=ImportCommandOptions)
 
 @with_help(IMPORT_USAGE)
 def import_command(words: Sequence[str]) -> int:
-    return _convert(
-        words, ImportCommandOptions, "import HF_DIR OUT", "the Hugging Face folder and the output", run_import
-    )
+    return _convert(words, ImportCommandOptions, "import HF_DIR OUT", "the Hugging Face folder", run_import)
 
 
 @with_help(EXPORT_USAGE)
 def export_command(words: Sequence[str]) -> int:
-    return _convert(
-        words, ExportCommandOptions, "export CHECKPOINT HF_DIR", "the checkpoint and the output", _export
-    )
+    return _convert(words, ExportCommandOptions, "export CHECKPOINT HF_DIR", "the checkpoint", _export)
 
 
 def _convert(
@@ -117,7 +104,7 @@ def _convert(
     name = f"pentatron {call.split()[0]}"
     options, plain = parse_options(cls, words, name)
     if len(plain) != 2:
-        raise UserError(f"expected two arguments, {what}: pentatron {call} ({name} --help)")
+        raise UserError(f"expected two arguments, {what} and the output: pentatron {call} ({name} --help)")
     out = Path(plain[1])
     return run_interruptible(out, lambda: run(plain[0], out, options))
 

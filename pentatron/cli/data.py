@@ -47,10 +47,7 @@ def _samples(written: str, flag: str) -> range:
 @dataclass(frozen=True)
 class ShowOptions(Options):
     index: range | None = option(
-        None,
-        "samples A to B - 1 in training order, or the single sample A (0:8)",
-        value="A:B",
-        parse=_samples,
+        None, "samples A to B - 1 in training order, or the one sample A (0:8)", value="A:B", parse=_samples
     )
     part: str = option("train", "split to show: training, validation or test", choices=_PARTS)
     json: bool = option(False, "print a JSON list of objects with tokens, labels, loss_mask and position_ids")
@@ -92,10 +89,8 @@ def show_samples(words: Sequence[str]) -> int:
     from pentatron.monitor.display import PlainLines
     from pentatron.parallel.world import single_process
 
-    if words and (run_config := Path(words[0]) / "config.yaml").is_file():
-        raise UserError(
-            f"'{words[0]}' is not a flag; to show the samples of that run use --config {run_config}"
-        )
+    if words and (file := Path(words[0]) / "config.yaml").is_file():
+        raise UserError(f"'{words[0]}' is not a flag; to show the samples of that run use --config {file}")
     options, settings = parse_options_and_settings(ShowOptions, words, SHOW)
     indices = options.index or range(8)
     resolved, world = _resolve(settings, options.part, indices.stop), single_process(torch.device("cpu"))
@@ -120,10 +115,9 @@ def show_samples(words: Sequence[str]) -> int:
         number, sentence = indices.stop, ""
         if isinstance(source, Sized):
             number, sentence = len(source), f"there are {len(source)} samples"
-        if options.part == "train" and not (
-            isinstance(source, Sized) and config.schedule_lengths.total >= number
-        ):
-            number, length = config.schedule_lengths.total, "--train-iters, --train-samples, --epochs"
+        total = config.schedule_lengths.total
+        if options.part == "train" and not (isinstance(source, Sized) and total >= number):
+            number, length = total, "--train-iters, --train-samples, --epochs"
             sentence = f"a run of this length ({length}) reads {number} samples"
         if options.index is not None and options.index.stop > number:
             given = str(indices.start) if len(indices) == 1 else f"{indices.start}:{indices.stop}"

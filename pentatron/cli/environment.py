@@ -39,9 +39,8 @@ def find_worker(environment: Mapping[str, str]) -> RankInfo | None:
     if "RANK" in environment and "WORLD_SIZE" in environment:
         rank, world = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
         local_rank = _number(environment, "LOCAL_RANK", rank)
-        worker = RankInfo(
-            rank, world, local_rank, _number(environment, "LOCAL_WORLD_SIZE", world), "torchrun"
-        )
+        local_size = _number(environment, "LOCAL_WORLD_SIZE", world)
+        worker = RankInfo(rank, world, local_rank, local_size, "torchrun")
     elif "SLURM_STEP_ID" in environment and _number(environment, "SLURM_NTASKS", 1) > 1:
         worker = _slurm(environment)
     else:

@@ -27,9 +27,7 @@ def _parse_token_ids(written: str, flag: str) -> tuple[tuple[int, ...], ...]:
     try:
         return tuple(tuple(int(part) for part in prompt.split(",")) for prompt in written.split(";"))
     except ValueError:
-        raise UserError(
-            f"{flag} must be token ids such as 1,2,3 (with ; between prompts), not '{written}'"
-        ) from None
+        raise UserError(f"{flag} must be token ids like 1,2,3 (; between prompts), not '{written}'") from None
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,7 @@ class PromptOptions(Options):
         parse=_parse_token_ids,
     )
     spec: tuple[str, ...] = option(
-        (),
-        "custom layer spec of the checkpoint; it is code, so it must be named here",
-        value="MODULE FUNCTION",
+        (), "custom layer spec of the checkpoint; as code it must be named here", value="MODULE FUNCTION"
     )
     tokenizer_model: str | None = option(
         None, "tokenizer.json or its folder, for a model without tokenizer", value="DIR"
@@ -61,15 +57,11 @@ class SamplingOptions(Options):
         unlisted="--max-tokens",
         limit=ONE_OR_MORE,
     )
-    temperature: float = option(
-        0.8, "sampling temperature; 0: the most likely token (greedy)", limit=NON_NEGATIVE
-    )
-    greedy: bool = option(False, "always take the most likely token (greedy decoding)")
+    temperature: float = option(0.8, "sampling temperature; 0: greedy decoding", limit=NON_NEGATIVE)
+    greedy: bool = option(False, "take the most likely token (greedy decoding)")
     top_k: int = option(40, "top-k sampling: keep the N most likely tokens; 0: all", limit=NON_NEGATIVE)
     top_p: float = option(
-        1.0,
-        "nucleus sampling: keep the smallest set of tokens whose probability sums to X; 1: all",
-        limit=FRACTION,
+        1.0, "nucleus sampling: keep the fewest tokens whose probability sums to X; 1: all", limit=FRACTION
     )
     seed: int = option(
         0, "random seed; the same seed gives the same text on any device and number of ranks", limit=SEED

@@ -50,9 +50,7 @@ class LaunchOptions(Options):
         300, "seconds between the signal to save and the time limit of the job; 0: no signal", value="SECONDS"
     )
     setup: str = option("", "shell lines to run before the program, such as 'module load cuda'")
-    python: str = option(
-        "", "Python interpreter on the nodes (this one; in a container: python)", value="PATH"
-    )
+    python: str = option("", "Python interpreter on nodes (this one; in a container: python)", value="PATH")
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class SlurmOptions(LaunchOptions):
     gres: str = option("", "generic resources per node (gpu:G)")
     output: str = option(
         "%x-%j.out",
-        "file for the output of the job; sbatch replaces %x by its name and %j by its id",
+        "file for the job's output; sbatch replaces %x by its name and %j by its id",
         value="FILE",
     )
     container_image: str = option("", "container image to run in", value="IMAGE")
@@ -152,9 +150,7 @@ def _checked_job(
     """Returns the job, its configuration and notices; raises if the job or the configuration is invalid."""
     if not options.gpus_per_node:
         on_cpus = "on CPUs: the number of processes, with --device cpu"
-        raise UserError(
-            f"--gpus-per-node is missing; give --gpus-per-node G, the GPUs of one node ({on_cpus})"
-        )
+        raise UserError(f"--gpus-per-node is missing; give --gpus-per-node G, the GPUs of a node ({on_cpus})")
     # Options with the name of a field of the job are copied unchanged.
     values = {f.name: getattr(options, f.name) for f in dataclasses.fields(Job) if hasattr(options, f.name)}
     values["python"] = options.python or ("python" if options.container_image else sys.executable)

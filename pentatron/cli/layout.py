@@ -43,10 +43,7 @@ _NARROWEST = 40
 @dataclass(frozen=True)
 class LayoutOptions(Options):
     draw: str | None = option(
-        None,
-        "draw the schedule in the terminal, or as an SVG picture in FILE.svg",
-        value="FILE.svg",
-        alone="",
+        None, "draw the schedule in the terminal, or as a picture in FILE.svg", value="FILE.svg", alone=""
     )
     all: bool = option(False, "print every rank and every group")
     json: bool = option(False, "print JSON")

@@ -25,30 +25,23 @@ MODEL_SIZES = {
 @dataclass(frozen=True)
 class ConvertOptions(Options):
     load_dir: str = option(
-        "",
-        "folder with config.json and safetensors files, or a model of the hub such as Qwen/Qwen2.5-7B",
-        value="HF_DIR",
+        "", "folder with config.json and safetensors, or a hub model such as Qwen/Qwen2.5-7B", value="HF_DIR"
     )
     save_dir: str = option("", "folder of the new checkpoint, for --load", value="OUT")
     bf16: bool = option(False, "convert the weights to bf16 (dtype of the source)")
     fp16: bool = option(False, "convert the weights to fp16")
-    allow_narrowing: bool = option(
-        False, "allow a dtype that cannot hold every value of the source; weights are rounded"
-    )
+    allow_narrowing: bool = option(False, "allow a dtype that cannot hold every value: weights are rounded")
     tokenizer_model: str | None = option(None, "tokenizer to copy (that of --load-dir)", value="PATH")
     model_size: str | None = option(
         None, f"model family, which must match config.json: {', '.join(MODEL_SIZES)}", value="NAME"
     )
     verify: bool = option(
-        False,
-        "compare logits on random tokens with the transformers library; needs memory for the whole model",
+        False, "compare logits on random tokens with the transformers library; needs memory for a whole model"
     )
     progress_bar: str = option("auto", "", choices=("auto", "on", "off"))
     model_type: str = option("GPT", "model type: GPT; any other value is refused")
-    loader: str = option(
-        "llama_mistral", "input format: a Hugging Face folder", value="llama_mistral|mixtral_hf"
-    )
-    saver: str = option("core", "output format: a checkpoint that --load reads", value="core|mcore")
+    loader: str = option("llama_mistral", "input: a Hugging Face folder", value="llama_mistral|mixtral_hf")
+    saver: str = option("core", "output: a checkpoint that --load reads", value="core|mcore")
     checkpoint_type: str = option("hf", "format of the source folder: hf")
     target_tensor_parallel_size: int | None = option(None, "accepted without effect; a note gives the reason")
     target_pipeline_parallel_size: int | None = option(None, "accepted without effect")

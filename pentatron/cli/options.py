@@ -171,11 +171,7 @@ def _synopses(cls: type[Options]) -> list[str]:
 
 
 def parse_options(
-    cls: type[T],
-    words: Sequence[str],
-    command: str,
-    refused: Mapping[str, str] | None = None,
-    stray: str = "",
+    cls: type[T], words: Sequence[str], command: str, refused: Mapping[str, str] = {}, stray: str = ""
 ) -> tuple[T, list[str]]:
     """Parses a command line into options and positional words; raises every problem at once.
 
@@ -185,7 +181,7 @@ def parse_options(
         refused: the reason for each further flag that is refused.
         stray: the error for a positional word (`{word}`) if the command takes none.
     """
-    parser, positional, queue = _Parser(cls, refused or {}), list[str](), list(words)
+    parser, positional, queue = _Parser(cls, refused), list[str](), list(words)
     while queue:
         word = queue.pop(0)
         if word == "--":
@@ -207,7 +203,7 @@ def parse_options_and_settings(
     cls: type[T],
     words: Sequence[str],
     entry: EntryPoint | Callable[[T], EntryPoint],
-    refused: Mapping[str, str] | None = None,
+    refused: Mapping[str, str] = {},
 ) -> tuple[T, list[str]]:
     """Parses options that are mixed with settings; returns the options and the remaining words.
 
@@ -216,7 +212,7 @@ def parse_options_and_settings(
     """
     settings = {spelling.flag for item in all_settings().values() for spelling in item.spellings}
     renamed = {flag for one in ENTRY_POINTS.values() for flag in one.spellings}
-    parser, rest, queue = _Parser(cls, refused or {}, settings | renamed), list[str](), list(words)
+    parser, rest, queue = _Parser(cls, refused, settings | renamed), list[str](), list(words)
     while queue:
         word = queue.pop(0)
         if not (is_flag(word) and parser.take(word, queue)):

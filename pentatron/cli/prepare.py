@@ -40,9 +40,7 @@ class InputOptions(Options):
         "", "prefix of the output PREFIX_<key>_document", value="PREFIX", missing="name the output"
     )
     json_keys: tuple[str, ...] = option(
-        ("text",),
-        "keys to tokenize, one output pair per key; a list value is a list of sentences",
-        value="KEY ...",
+        ("text",), "keys to tokenize, one output pair per key; a list value holds sentences", value="KEY ..."
     )
     text_documents: str = option("file", "document boundaries in .txt files", choices=TEXT_DOCUMENTS)
     append_eod: bool = option(False, "append the end-of-document id to every document")
@@ -72,8 +70,7 @@ class TokenizerOptions(Options):
 class WorkOptions(Options):
     workers: int | None = option(None, "tokenizer processes (one for each core)", limit=ONE_OR_MORE)
     log_interval: int | None = option(
-        None,
-        "documents between progress lines, instead of a progress bar (a line every ten seconds without terminal)",
+        None, "documents between progress lines instead of a bar (a line every ten seconds without terminal)"
     )
     overwrite: bool = option(False, "overwrite output that was made from other inputs or settings")
 
@@ -111,9 +108,7 @@ an interruption.
 
 {options_help(WorkOptions)}
 """
-_NO_SEARCH = (
-    "is not available; use --workers N, or the default of one worker per core, which is usually fastest"
-)
+_NO_SEARCH = "is not available; use --workers N, or the default of one worker per core, usually the fastest"
 _NO_TIKTOKEN = "is not available; use --tokenizer-type HuggingFaceTokenizer with the model's tokenizer.json"
 _TIKTOKEN = ("tiktoken-pattern", "tiktoken-num-special-tokens", "tiktoken-special-tokens")
 REFUSED = {

@@ -326,9 +326,7 @@ def _print_next_commands(config: RunConfig, folder: RunFolder) -> None:
     ideas.append((f"{program} train --help", "list all settings by group"))
     if config.data.corpus is not None:
         wide = quote(f"{folder.path}-wide")
-        ideas.append(
-            (f"{program} train --run-dir {wide} --hidden-size 256", "a wider model in a second run folder")
-        )
+        ideas.append((f"{program} train --run-dir {wide} --hidden-size 256", "train a wider model"))
     width = max(len(command) for command, _ in ideas)
     lines = [f"  {command:<{width}}  # {meaning}" for command, meaning in ideas]
     say("\n".join(["\nnext steps:", *lines]))

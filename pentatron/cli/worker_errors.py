@@ -32,10 +32,8 @@ def nondeterminism_error(error: RuntimeError) -> UserError | None:
     match = re.search(rf"(\S+)[^.]*{_NONDETERMINISTIC}", str(error))
     if match is None:
         return None
-    problem = f"{match[1]} {_NONDETERMINISTIC} on this device"
-    return UserError(
-        f"--deterministic-mode: {problem}; leave out the flag, or the setting that requires this kernel"
-    )
+    problem = f"--deterministic-mode: {match[1]} {_NONDETERMINISTIC} on this device"
+    return UserError(f"{problem}; leave out the flag, or the setting that requires this kernel")
 
 
 def check_memory(config: RunConfig, device: "torch.device", worker: RankInfo) -> None:

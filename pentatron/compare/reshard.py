@@ -114,9 +114,7 @@ def layout_for(source: Checkpoint, words: Sequence[str]) -> RunConfig:
     settings = Settings.defaults(**saved)
     if settings.spec:
         # A checkpoint must not name code to run.
-        layers = (
-            f"a custom layer spec (--spec {' '.join(settings.spec)}), which only a training run can shard"
-        )
+        layers = f"a custom layer spec (--spec {' '.join(settings.spec)}), which only training runs can shard"
         raise UserError(f"{source.folder} has {layers}; it can be loaded in any layout without resharding")
     for name, item in all_settings().items():
         # Padding depends on the layout and is not stored in a step.

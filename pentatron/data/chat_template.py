@@ -197,9 +197,7 @@ class _SandboxProcess:
                     poll.register(stdin, select.POLLOUT) if left else None
                 ready = dict(poll.poll(max(0.0, deadline - time.monotonic()) * 1000))
                 if not ready:
-                    raise _SandboxStopped(
-                        f"takes longer than {limits.wall_seconds:g} seconds for one conversation"
-                    )
+                    raise _SandboxStopped(f"takes longer than {limits.wall_seconds:g} seconds for one chat")
                 if stdin in ready and not left:
                     poll.unregister(stdin)
                 if stdout in ready:

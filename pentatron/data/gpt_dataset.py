@@ -62,18 +62,16 @@ class GPTDataset:
                 self.ends.append(self.ends[-1] + len(self.parts[-1]))
 
     def _build(self, num_samples: int | None, seed: int | Sequence[int], cache: IndexCache) -> SampleIndex:
-        lengths, documents = self.source.sequence_lengths, self.documents
+        lengths, documents, length = self.source.sequence_lengths, self.documents, self.sequence_length
 
         def build() -> SampleIndex:
-            return sample_index.build_sample_index(
-                lengths, documents, num_samples, self.sequence_length, seed
-            )
+            return sample_index.build_sample_index(lengths, documents, num_samples, length, seed)
 
         if cache.folder is None:
             return build()
         digest = sample_index.array_digest(lengths[documents.start : documents.stop])
         key: dict[str, Any] = {"lengths": digest, "documents": [documents.start, documents.stop]}
-        key |= {"samples": num_samples, "sequence_length": self.sequence_length, "seed": seed}
+        key |= {"samples": num_samples, "sequence_length": length, "seed": seed}
         entries = len(documents) + (num_samples or 0)
         return SampleIndex.from_arrays(cache.get(key, entries, lambda: build().arrays()))
 

@@ -121,13 +121,11 @@ class PairInProgress:
             index = ChecksummedFile(file, index_sums)
             self._write_index(index)
         state, counts = self.state, (self.state.sequences, self.state.documents, self.tokens)
-        metadata = PairMetadata(
-            str(self.dtype), *counts, state.largest, state.bin, index.bytes, tokenizer, job
-        )
+        meta = PairMetadata(str(self.dtype), *counts, state.largest, state.bin, index.bytes, tokenizer, job)
         with self.path("meta").open("wb") as file, self.path("sums").open("rb") as sums:
             self._lock("meta")
-            indexed.write_sidecar(file, metadata, sums, indexed.stored_sums(index_sums.take_last()))
-        return metadata
+            indexed.write_sidecar(file, meta, sums, indexed.stored_sums(index_sums.take_last()))
+        return meta
 
     def close(self) -> None:
         for file in self._files.values():
@@ -217,9 +215,7 @@ class IndexedDatasetWriter:
         smallest, largest = int(ids.min(initial=0)), int(ids.max(initial=-1))
         if smallest < limits.min or largest > limits.max:
             wrong = smallest if smallest < limits.min else largest
-            raise UserError(
-                f"token {wrong} does not fit {self.dtype}; choose the type with token_dtype(vocab_size)"
-            )
+            raise UserError(f"token {wrong} does not fit {self.dtype}; use token_dtype(vocab_size)")
         data, sizes = ids.astype(self.dtype).tobytes(), np.asarray(lengths, np.int32)
         self.pair.append(EncodedDocuments(data, sizes, np.array([len(lengths)]), largest))
 
@@ -238,9 +234,7 @@ def _stored_dtype(dtype: npt.DTypeLike) -> tuple[np.dtype[Any], int]:
     for code, supported in indexed.DTYPES.items():
         if supported == stored:
             return stored, code
-    raise UserError(
-        f"tokens cannot be stored as {stored}; choose one of {', '.join(map(str, indexed.DTYPES.values()))}"
-    )
+    raise UserError(f"ids cannot be stored as {stored}; use {', '.join(map(str, indexed.DTYPES.values()))}")
 
 
 def merge(prefixes: Sequence[Path | str], output: Path | str, overwrite: bool = False) -> PairMetadata:

@@ -182,9 +182,7 @@ class _Preparation:
                 raise
         if _stats(job) != sizes:
             self._progress_file.unlink(missing_ok=True)
-            raise UserError(
-                "an input file changed while it was read; run the same command again when it is complete"
-            )
+            raise UserError("an input file changed while it was read; repeat the command when it is complete")
 
     def _append(self, chunk: Chunk, encoded: EncodedChunk) -> None:
         self.is_consistent = False

@@ -204,9 +204,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
     except ValueError:
         shares = []
     if not 1 <= len(shares) <= len(SPLIT_NAMES) or sum(shares) == 0:
-        raise UserError(
-            f"cannot read the split '{text}'; give up to three numbers, for example --split 949,50,1"
-        )
+        raise UserError(f"cannot read the split '{text}'; give up to three numbers, such as --split 949,50,1")
     train, valid, test = (share / sum(shares) for share in [*shares, 0.0, 0.0][:3])
     return train, valid, test
 

@@ -71,9 +71,7 @@ def expand_inputs(patterns: Sequence[str]) -> tuple[Path, ...]:
     seen: set[Path] = set()
     for path in files:
         if path.resolve() in seen:
-            raise UserError(
-                f"--input names {path} twice, which would double its documents; give every file once"
-            )
+            raise UserError(f"--input names {path} twice, which doubles its documents; give every file once")
         seen.add(path.resolve())
     return tuple(files)
 

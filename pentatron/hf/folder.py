@@ -53,9 +53,7 @@ class HuggingFaceFolder:
 def open_folder(path: Path) -> Iterator[HuggingFaceFolder]:
     """Opens a folder and checks that all files it names exist, are complete and define each tensor once."""
     if not path.is_dir():
-        raise UserError(
-            f"{path} is not a folder; give one with {CONFIG} and {SINGLE}, as save_pretrained writes it"
-        )
+        raise UserError(f"{path} is not a folder; give one with {CONFIG} and {SINGLE}, from save_pretrained")
     if not (path / CONFIG).exists():
         raise UserError(
             f"{path} has no {CONFIG}, so it is not a Hugging Face model; give a folder written by save_pretrained"
@@ -81,9 +79,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     if not isinstance(content, dict):
-        raise UserError(
-            f"{path} holds a {type(content).__name__}, not a JSON object; download or save the model again"
-        )
+        raise UserError(f"{path} is a {type(content).__name__}, not a JSON object; download or save it again")
     return content
 
 
@@ -119,9 +115,7 @@ def _files_of_index(path: Path) -> dict[str, set[str] | None]:
         expected.setdefault(file, set()).add(key)
     if missing := sorted(file for file in expected if not (path / file).is_file()):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(
-            f"{path} lacks {missing[0]}{more} of the {len(expected)} files in {INDEX}; complete the download"
-        )
+        raise UserError(f"{path} lacks {missing[0]}{more} of the files in {INDEX}; complete the download")
     return dict(sorted(expected.items()))
 
 
@@ -129,9 +123,7 @@ def _open_file(path: Path, closing: ExitStack) -> Any:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
-        raise UserError(
-            "reading a Hugging Face folder needs the safetensors library: pip install safetensors"
-        ) from None
+        raise UserError("reading a Hugging Face folder needs safetensors: pip install safetensors") from None
     with explained((SafetensorError, OSError, ValueError), f"{path} is damaged", "download or save it again"):
         return closing.enter_context(safe_open(path, framework="pt"))
 

@@ -289,9 +289,7 @@ def _record(contents: MegatronCheckpoint, ours: str, links: Iterable[Link], name
         end = tuple(i + n for i, n in zip(link.at, link.size))
         shape = tuple(map(max, shape, end)) if shape else end
     if len(dtypes) > 1 or not dtypes <= set(DTYPES):
-        raise UserError(
-            f"{contents.folder} contains {ours} as {' and '.join(sorted(dtypes))}, which cannot be read here"
-        )
+        raise UserError(f"{contents.folder} has {ours} as {'/'.join(sorted(dtypes))}, which cannot be read")
     if (problem := cover_problem(shape, ((piece.start, piece.shape) for piece in pieces))) is not None:
         raise UserError(f"{contents.folder} lacks a part of {name_prefix}{ours}: {problem}")
     return TensorRecord(dtypes.pop(), shape, tuple(sorted(pieces, key=lambda piece: piece.start)))

@@ -196,9 +196,7 @@ def _network(environment: Mapping[str, str]) -> Iterator[Row]:
         yield "this machine", f"{host} is unknown", NOTE, advice
         return
     is_loopback = all(address.startswith("127.") or address == "::1" for address in addresses)
-    advice = (
-        "its name resolves to loopback only: use an address as MASTER_ADDR if several machines train together"
-    )
+    advice = "its name resolves to loopback only: use an address as MASTER_ADDR if several machines train"
     yield _row("this machine", f"{host} is {', '.join(addresses)}", is_loopback, NOTE, advice)
 
 
@@ -263,9 +261,7 @@ def check_matmul(device: str, size: int = 512) -> Finding:
         return finding(reason, PROBLEM, "the build of torch does not fit this device or its driver")
     # TF32 rounds each factor to a mantissa of ten bits.
     if error > size * 2**-9:
-        return finding(
-            f"off by {error:.3g}", PROBLEM, "the device returned a wrong result: do not train on it"
-        )
+        return finding(f"off by {error:.3g}", PROBLEM, "the device gave a wrong result: do not train on it")
     return finding(f"{2 * size**3 / seconds / 1e9:.0f} GFLOP/s in fp32, off by {error:.1e}")
 
 

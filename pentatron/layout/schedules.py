@@ -260,9 +260,8 @@ def training_schedule(
     if problem := schedule_problem(kind, ranks, virtual, micro_batches, group):
         raise ValueError(problem)
     placement = placement_for(kind, ranks, virtual)
-    return add_communication(
-        placement, micro_batches, SCHEDULES[kind].orders(placement, micro_batches, group)
-    )
+    orders = SCHEDULES[kind].orders(placement, micro_batches, group)
+    return add_communication(placement, micro_batches, orders)
 
 
 @functools.lru_cache(maxsize=32)
@@ -344,9 +343,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
     "interleaved": ScheduleKind(functools.partial(_warmup_orders, "interleaved"), StagesPerRank.SEVERAL),
     "zero-bubble": ScheduleKind(_zero_bubble_orders, splits_backward=True),
     "zbv": ScheduleKind(
-        lambda placement, micro_batches, _: zbv_orders(placement.ranks, micro_batches),
-        StagesPerRank.TWO,
-        True,
+        lambda placement, count, _: zbv_orders(placement.ranks, count), StagesPerRank.TWO, True
     ),
     "dualpipev": ScheduleKind(
         lambda placement, micro_batches, _: [
@@ -372,9 +369,7 @@ def add_communication(placement: Placement, micro_batches: int, orders: Orders) 
     0057). A stage is reduced right after its last backward or weight half.
     """
     begins = _begin_times(placement, orders)
-    actions = tuple(
-        tuple(_actions_of_rank(placement, rank, order, begins)) for rank, order in enumerate(orders)
-    )
+    actions = tuple(tuple(_rank_actions(placement, rank, order, begins)) for rank, order in enumerate(orders))
     return Schedule(placement, micro_batches, actions)
 
 
@@ -424,7 +419,7 @@ def _global_order(computation: Computation, begins: dict[Computation, float]) ->
     return begins.get(computation, math.inf), not forward, stage if forward else -stage
 
 
-def _actions_of_rank(
+def _rank_actions(
     placement: Placement, rank: int, order: Order, begins: dict[Computation, float]
 ) -> Iterator[Action]:
     # The place of the last backward of each stage.

@@ -240,9 +240,7 @@ def _merged(config: RunConfig, dataset_config: GPTDatasetConfig, mock: bool) -> 
         ("path_to_cache", "--data-cache-path", config.data.data_cache_path, "set the folder with the flag"),
     ):
         if (value := getattr(dataset_config, name)) != of_run:
-            raise UserError(
-                f"the dataset's configuration has {name}={value}, the run has {flag} {of_run}; {advice}"
-            )
+            raise UserError(f"the dataset's config has {name}={value}, the run has {flag} {of_run}; {advice}")
     if dataset_config.create_attention_mask:
         raise UserError(
             "create_attention_mask=True: masks are not part of the data here (attention is causal, and --reset-attention-mask keeps "

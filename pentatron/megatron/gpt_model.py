@@ -97,9 +97,8 @@ class GPTModel(CausalLM):
         groups = groups or ProcessGroups(ONE_PROCESS, (part,))
         options = groups.options or DEFAULT_OPTIONS
         options = dataclasses.replace(options, attention_backend=core.attention_backend)
-        super().__init__(
-            core, core.moe, part, groups.axes, options, transformer_layer_spec, groups.shared_embedding
-        )
+        tied = groups.shared_embedding
+        super().__init__(core, core.moe, part, groups.axes, options, transformer_layer_spec, tied)
         self.config = core
         self.split_sequences = groups.axes.context.size > 1
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage

@@ -73,9 +73,7 @@ class RateSchedule:
 def current_stepwise(model: bool = False, data: bool = False) -> Stepwise:
     """Returns the run that `initialize_megatron()` opened; raises if a required part is not set up."""
     if (stepwise := current_run().stepwise) is None:
-        raise UserError(
-            "pretrain() runs all steps itself; to call them one by one begin with initialize_megatron()"
-        )
+        raise UserError("pretrain() runs all steps; to call them one by one begin with initialize_megatron()")
     if model and not stepwise.has_model:
         raise UserError("there is no model yet; call setup_model_and_optimizer() first")
     if data and not stepwise.has_data:

@@ -87,9 +87,8 @@ class UserProgram(Program):
         options: ModelOptions,
     ) -> dict[int, CausalLM]:
         stage_parts = tuple(parts.values())
-        groups = ProcessGroups(
-            axes.with_linear(options.linear()), stage_parts, options, shared_embedding_of(stage_parts)
-        )
+        axes = axes.with_linear(options.linear())
+        groups = ProcessGroups(axes, stage_parts, options, shared_embedding_of(stage_parts))
         run = state.current_run()
         # Older providers have no `vp_stage`; GPTModel then takes it from the run.
         takes_stage = accepts(self.model_provider, "vp_stage")

@@ -62,9 +62,7 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Returns the loss of every token, equal on all tensor ranks, from this rank's shard of the logits."""
     if label_smoothing:
-        raise UserError(
-            f"vocab_parallel_cross_entropy: label_smoothing={label_smoothing} is not available; leave it out"
-        )
+        raise UserError(f"vocab_parallel_cross_entropy: {label_smoothing=} is not available; leave it out")
     run = current_run()
     axis, vocabulary = run.groups.axes.tensor, run.config.model.vocab_size
     assert vocabulary is not None

@@ -140,9 +140,7 @@ def unwrap_model(model: Any) -> Any:
 def divide(numerator: int, denominator: int) -> int:
     """Returns the quotient of a division without remainder."""
     if numerator % denominator:
-        raise UserError(
-            f"{numerator} is not divisible by {denominator}; choose numbers that divide without remainder"
-        )
+        raise UserError(f"{numerator} is not divisible by {denominator}; choose numbers that divide evenly")
     return numerator // denominator
 
 

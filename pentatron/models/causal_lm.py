@@ -25,14 +25,9 @@ from pentatron.nn.rope import build_rope
 from pentatron.nn.spec import ModuleSpec, TransformerBlockSubmodules, build_module, document_kwargs
 from pentatron.parallel.axes import TensorAxis
 from pentatron.parallel.sharding import Shape, sharded_parameters
+from pentatron.settings import model_sizes
 from pentatron.settings.core_config import CoreTransformerConfig
 from pentatron.settings.model import NO_EXPERTS, MoEConfig, TransformerConfig
-from pentatron.settings.model_sizes import (
-    embedding_shape,
-    has_separate_output_weight,
-    is_tied,
-    position_shape,
-)
 
 _TIED_TENSOR = "embedding.word.weight"
 
@@ -44,9 +39,9 @@ class Embedding(nn.Module):
         super().__init__()
         self.axis = axis
         self.dropout = config.hidden_dropout
-        rows, width = embedding_shape(config)
+        rows, width = model_sizes.embedding_shape(config)
         self.word = VocabParallelEmbedding(rows, config.vocab_size, width, axis, tied=tied_elsewhere)
-        positions = position_shape(config)
+        positions = model_sizes.position_shape(config)
         self.position = None if positions is None else PositionEmbedding(positions, axis)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor, keys: DropoutKeys | None) -> Tensor:
@@ -102,7 +97,7 @@ class CausalLM(nn.Module):
         axes = axes.with_linear(options.linear())
         self.axis = axes.tensor
         head_axis = axes.with_linear(options.linear_of_head()).tensor
-        tied = is_tied(config)
+        tied = model_sizes.is_tied(config)
         tied_elsewhere = tied and not part.head and shared_embedding is None
         # With both ends on this stage, the tied embedding table is the output layer too.
         table_axis = head_axis if tied and part.head else self.axis
@@ -127,8 +122,8 @@ class CausalLM(nn.Module):
         if part.head:
             slot, partial_over = block.layer_norm or ConfiguredNorm, self.axis.partial_axes
             self.final_norm = norm_in(slot, config, config.hidden_size, partial_over, options.compile)
-        if has_separate_output_weight(config, part):
-            rows, width = embedding_shape(config)
+        if model_sizes.has_separate_output_weight(config, part):
+            rows, width = model_sizes.embedding_shape(config)
             table = shared_embedding.table if tied and shared_embedding is not None else None
             assert not tied or shared_embedding is None or table is not None, "the first stage is built first"
             tied_to = _TIED_TENSOR if tied else None

@@ -101,10 +101,8 @@ def get_gpt_layer_with_transformer_engine_spec(
 ) -> ModuleSpec:
     """Returns the local spec with the configured norm: there is one implementation here."""
     _without_effect(use_te_op_fuser=use_te_op_fuser, use_te_activation_func=use_te_activation_func)
-    given = (num_experts, moe_grouped_gemm, qk_layernorm, multi_latent_attention, moe_use_legacy_grouped_gemm)
-    return get_gpt_layer_local_spec(
-        *given, normalization=None, qk_l2_norm=qk_l2_norm, use_kitchen=use_kitchen
-    )
+    args = (num_experts, moe_grouped_gemm, qk_layernorm, multi_latent_attention, moe_use_legacy_grouped_gemm)
+    return get_gpt_layer_local_spec(*args, normalization=None, qk_l2_norm=qk_l2_norm, use_kitchen=use_kitchen)
 
 
 def get_gpt_decoder_block_spec(

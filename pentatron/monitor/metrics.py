@@ -41,9 +41,7 @@ class MetricsFile(Recorder):
 
     name = "metrics.jsonl"
 
-    def __init__(
-        self, path: Path, resumed_step: int, tell: Callable[[str], None] = lambda text: None
-    ) -> None:
+    def __init__(self, path: Path, resumed_step: int, tell: Callable[[str], None] = lambda _: None) -> None:
         """Removes rows after the resumed step.
 
         They were lost with the interrupted run and are computed again.

@@ -50,7 +50,7 @@ def terminal_curve(
         y = round((rows - 1) * (high - point[1]) / (high - low))
         return min(max(x, 0), columns - 1), min(max(y, 0), rows - 1)
 
-    filled = _connected_means(points, place)
+    filled = _joined_means(points, place)
     grid = [[_character(filled, column, row, braille) for column in range(cells)] for row in range(height)]
     for x, y in map(place, marks):
         grid[y // cell_height][x // cell_width] = _DOT
@@ -65,9 +65,7 @@ def terminal_curve(
     return drawn if braille else [line.translate(str.maketrans("┤│└─", "||+-")) for line in drawn]
 
 
-def _connected_means(
-    points: Sequence[Point], place: Callable[[Point], tuple[int, int]]
-) -> set[tuple[int, int]]:
+def _joined_means(points: Sequence[Point], place: Callable[[Point], tuple[int, int]]) -> set[tuple[int, int]]:
     """Returns (column, row) of the dots of a line through the mean of the points in each column."""
     by_column: dict[int, list[Point]] = {}
     for point in points:
@@ -137,12 +135,8 @@ def render_view(run: RunStatus, metrics: RunMetrics, screen: Screen) -> list[str
     if not metrics.recent:
         return [*head, "no step has finished yet"]
     head += ["", _progress(run, metrics, screen), _losses(metrics)]
-    foot = [
-        "",
-        *_speed(metrics, screen),
-        *_ranks(metrics, screen),
-        f"checkpoint    {one_line(run.checkpoint)}",
-    ]
+    foot = ["", *_speed(metrics, screen), *_ranks(metrics, screen)]
+    foot += [f"checkpoint    {one_line(run.checkpoint)}"]
     foot += [f"restarts      {one_line(run.restarts)}"] if run.restarts else []
     room = screen.height - len(head) - len(foot) - 3
     points, marks = sorted(metrics.losses.items()), sorted(metrics.validations.items())
@@ -164,11 +158,9 @@ def _progress(run: RunStatus, metrics: RunMetrics, screen: Screen) -> str:
     share = min(1.0, metrics.step / run.total_steps) if run.total_steps else 1.0
     filled = round(_BAR_WIDTH * share)
     full, empty = ("█", "░") if screen.unicode else ("#", ".")
-    time_left = (
-        f"  left {duration(_seconds_left(run, metrics))}" if run.state in ("running", "silent") else ""
-    )
+    left = f"  left {duration(_seconds_left(run, metrics))}" if run.state in ("running", "silent") else ""
     bar = screen.paint(full * filled, "good") + screen.paint(empty * (_BAR_WIDTH - filled), "faint")
-    return f"step {metrics.step}/{run.total_steps}  {bar} {100 * share:.0f}%{time_left}"
+    return f"step {metrics.step}/{run.total_steps}  {bar} {100 * share:.0f}%{left}"
 
 
 def _losses(metrics: RunMetrics) -> str:

@@ -87,6 +87,7 @@ class _GroupedExpertsFunction(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         saved, inner_NI, weights_N, fc1, fc2, places_TK, ends = ctx.saved_tensors
         deferred, groups = ctx.experts.linear_fc1.deferred, linear.DeviceGroups(ends)
+        product = groups.weight_gradient
         d_output_ND = activation.dispatch_rows(gradients[0], places_TK)
         d_inner_NI, d_weights_N, between_NI = activation.weighted_activation_backward(
             groups.matmul(d_output_ND, fc2), inner_NI, weights_N, ctx.experts.gated
@@ -94,17 +95,13 @@ class _GroupedExpertsFunction(torch.autograd.Function):
         del inner_NI
         d_fc1 = d_fc2 = d_x_TD = None
         if ctx.needs_input_grad[3]:
-            d_fc2 = linear.compute_or_defer(
-                deferred, ctx.weights[1], groups.weight_gradient, d_output_ND, between_NI
-            )
+            d_fc2 = linear.compute_or_defer(deferred, ctx.weights[1], product, d_output_ND, between_NI)
         del between_NI, d_output_ND
         if ctx.needs_input_grad[0]:
             d_x_TD = activation.combine_rows(groups.matmul(d_inner_NI, fc1), places_TK)
         if ctx.needs_input_grad[2]:
             rows_ND = saved if ctx.keeps_rows else activation.dispatch_rows(saved, places_TK)
-            d_fc1 = linear.compute_or_defer(
-                deferred, ctx.weights[0], groups.weight_gradient, d_inner_NI, rows_ND
-            )
+            d_fc1 = linear.compute_or_defer(deferred, ctx.weights[0], product, d_inner_NI, rows_ND)
         d_weights_TK = d_weights_N.index_select(0, places_TK.flatten()).view_as(places_TK)
         return d_x_TD, d_weights_TK, d_fc1, d_fc2, None, None
 

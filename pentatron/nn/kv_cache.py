@@ -54,9 +54,7 @@ class KVCache:
 
     def begin(self, now: ForwardPass) -> None:
         """Starts a forward pass."""
-        assert not now.starts or now.end <= self.capacity, (
-            f"position {now.end - 1} in a cache of {self.capacity}"
-        )
+        assert not now.starts or now.end <= self.capacity, f"position {now.end - 1} of {self.capacity}"
         self.now = now
         self._slots: Tensor | None = None
         self._masks: dict[tuple[int | None, int], Tensor] = {}

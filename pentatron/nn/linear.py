@@ -51,9 +51,7 @@ class WeightedModule(ShardedModule):
         self.deferred = options.deferred
         self.scale = fp8_linear.WeightScale()
         if options.in_graph and options.deferred is not None:
-            self.graph_break_reason = (
-                "matrix products, whose weight gradients are computed later in the schedule"
-            )
+            self.graph_break_reason = "matrix products, whose weight gradients come later in the schedule"
         elif options.in_graph and is_split:
             self.graph_break_reason = "matrix products that communicate with other tensor ranks"
         if self.graph_break_reason:

@@ -51,11 +51,10 @@ class CrossEntropy:
         self, logits_BSV: Tensor, labels_BS: Tensor, vocabulary: int, first: int = 0, group: Group = ALONE
     ) -> Tensor:
         """`token_losses` from logits, which are not modified."""
+        given = (logits_BSV, labels_BS, vocabulary, first, group)
         if not self.fuses(logits_BSV):
-            return token_losses(logits_BSV, labels_BS, vocabulary, first, group)
-        return _FusedCrossEntropy.apply(
-            logits_BSV, labels_BS, vocabulary, first, group, self.implementation, False
-        )
+            return token_losses(*given)
+        return _FusedCrossEntropy.apply(*given, self.implementation, False)
 
     def from_hidden_states(
         self, head: VocabParallelEmbedding, x_BSD: Tensor, labels_BS: Tensor, vocabulary: int

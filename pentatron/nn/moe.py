@@ -53,12 +53,9 @@ def all_to_all(
     counts = [sum(column) for column in zip(*sizes[1])]
     output_ND = experts(_GatherRows.apply(arrived_ND, sorting, 1), counts, received_GE.sum(0))
     returned_ND = axis.all_to_all(_scatter_rows(output_ND, sorting, len(sorting)), received, sent)
-    if axis.expert_tp_size > 1:
+    if (size := axis.expert_tp_size) > 1:
         blocks = returned_ND.split(sent)
-        parts = (
-            blocks[first : first + axis.expert_tp_size]
-            for first in range(0, len(blocks), axis.expert_tp_size)
-        )
+        parts = (blocks[first : first + size] for first in range(0, len(blocks), size))
         returned_ND = torch.cat([torch.stack(of_expert).sum(0) for of_expert in parts])
     order = order[: len(returned_ND)]
     output_TKD = _scatter_rows(returned_ND, order, tokens * topk).unflatten(0, (tokens, topk))

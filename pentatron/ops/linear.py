@@ -266,9 +266,7 @@ class DeferredGradients:
     @property
     def elements(self) -> int:
         """Number of tensor elements kept for deferred products."""
-        return sum(
-            p.inputs.numel() + p.gradient.numel() for products in self._pending.values() for p in products
-        )
+        return sum(p.inputs.numel() + p.gradient.numel() for kept in self._pending.values() for p in kept)
 
 
 def linear(
@@ -329,14 +327,12 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows, weight = ctx.saved_tensors
-        gradient = gradients[0].contiguous()
-        grad_input = ctx.groups.matmul(gradient, weight) if ctx.needs_input_grad[0] else None
-        grad_weight = None
+        d_out = gradients[0].contiguous()
+        d_input = ctx.groups.matmul(d_out, weight) if ctx.needs_input_grad[0] else None
+        d_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = compute_or_defer(
-                ctx.deferred, ctx.parameter, ctx.groups.weight_gradient, gradient, rows
-            )
-        return grad_input, grad_weight, None, None
+            d_weight = compute_or_defer(ctx.deferred, ctx.parameter, ctx.groups.weight_gradient, d_out, rows)
+        return d_input, d_weight, None, None
 
 
 def compute_or_defer(

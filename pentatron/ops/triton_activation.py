@@ -70,9 +70,7 @@ def _activation_backward(
         kind = grad_inner.dtype.element_ty
         if GATED:
             tl.store(grad_inner + row * 2 * WIDTH + columns, (given * up * slope).to(kind), mask=inside)
-            tl.store(
-                grad_inner + row * 2 * WIDTH + WIDTH + columns, (given * activated).to(kind), mask=inside
-            )
+            tl.store(grad_inner + (2 * row + 1) * WIDTH + columns, (given * activated).to(kind), mask=inside)
         else:
             tl.store(grad_inner + row * WIDTH + columns, (given * slope).to(kind), mask=inside)
         tl.store(output + row * WIDTH + columns, (plain * weight).to(kind), mask=inside)

@@ -281,9 +281,8 @@ class SumOfSquares:
         programs, sizes_on_device, addresses = self._plan
         sums = torch.empty(len(programs.row_of), dtype=torch.float32, device=device)
         tables = (*programs, sizes_on_device, addresses(tensors), sums)
-        _sum_of_squares[(len(sums),)](
-            *tables, DTYPE=TYPES[tensors[0].dtype], BLOCK=self.block, num_warps=self.warps
-        )
+        kind = TYPES[tensors[0].dtype]
+        _sum_of_squares[(len(sums),)](*tables, DTYPE=kind, BLOCK=self.block, num_warps=self.warps)
         return sums.sum(dtype=torch.float64)
 
 

@@ -176,15 +176,13 @@ class Optimizer(OptimizerBase):
         super().__init__(world, config)
         self._sharded = options.zero_stage > 0
         self._modules = modules
-        stage_buckets = {
+        staged = {
             stages: [Bucket(plan, dtype, self._sharded, options.in_host_memory) for plan in plans]
             for stages, plans in plan_stage_buckets(modules, world, options.bucket_size).items()
         }
-        replicated = any(b.replica_group.size > 1 for buckets in stage_buckets.values() for b in buckets)
+        replicated = any(b.replica_group.size > 1 for buckets in staged.values() for b in buckets)
         assert options.zero_stage < 3 or not replicated, "ZeRO 3 needs ShardedOptimizer"
-        self._reductions = build_reductions(
-            stage_buckets, world.device, options.zero_stage, options.overlap_reduce
-        )
+        self._reductions = build_reductions(staged, world.device, options.zero_stage, options.overlap_reduce)
         # Buckets are packed from the end of a model to its start. Parameters shared by two stages are
         # embeddings, which come first.
         in_order = sorted(self._reductions, key=lambda stages: (stages[0], -len(stages)))

@@ -94,10 +94,7 @@ def plan_buckets(
     for p in params:
         is_tied = any("embedding" in shard.partial_over for shard in p.declared.shards)
         items.append(Item(p.parameter.numel(), p.declared.replica_axis, alone=is_tied))
-    return [
-        _plan([params[i] for i in bucket.items], group_of(bucket.replica_axis))
-        for bucket in pack(items, limit)
-    ]
+    return [_plan([params[i] for i in b.items], group_of(b.replica_axis)) for b in pack(items, limit)]
 
 
 def _plan(params: Sequence[ShardedParameter], replica_group: Group) -> Plan:

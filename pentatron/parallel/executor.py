@@ -168,11 +168,9 @@ class _ScheduleRun:
                 torch.autograd.backward(saved.start, output_gradient)
         self.sink.end_backward(stage, last, action.kind)
         if saved.received is not None:
-            input_gradient = saved.received.grad
+            gradient = saved.received.grad
             # If the stage does not use its input, the previous stage still expects a gradient.
-            self.gradients[cell] = (
-                torch.zeros_like(saved.received) if input_gradient is None else input_gradient
-            )
+            self.gradients[cell] = torch.zeros_like(saved.received) if gradient is None else gradient
 
     def _weights(self, action: Action) -> None:
         assert self.sink is not None, "a schedule for evaluation has no backward"

@@ -95,9 +95,7 @@ class Reduction(ABC):
         self._in_input_half = False
         self._from_input_half: list[set[int]] = [set() for _ in buckets]
         for number, bucket in enumerate(buckets):
-            spans = (
-                [bucket.kept] if bucket.replica_group.size > 1 else [slot.span for slot in bucket.plan.slots]
-            )
+            spans = [bucket.kept] if bucket.replica_group.size > 1 else [s.span for s in bucket.plan.slots]
             self._slices.append([GradientSlice(bucket, s, GradientStorage(len(s))) for s in spans])
             for slot, entry in enumerate(bucket.plan.slots):
                 collect = partial(self._collect, number, slot)

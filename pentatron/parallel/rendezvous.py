@@ -86,9 +86,7 @@ def wait_for_rendezvous(point: Rendezvous, rank: int, patience: float, report: C
             )
         if waited > NOTICE_SECONDS and not notified:
             notified = True
-            report(
-                f"still waiting for rank 0 at {point} ({reason}); giving up after {patience / 60:.0f} minutes in all"
-            )
+            report(f"still waiting for rank 0 at {point} ({reason}); the limit is {patience / 60:.0f} min")
         time.sleep(_RETRY_SECONDS)
 
 
@@ -214,9 +212,7 @@ def job_secret(environment: Mapping[str, str]) -> bytes | None:
 
 def rendezvous_error(message: str, world_size: int) -> RendezvousError:
     """Translates torch's error about a failed process group into a message with advice."""
-    timed_out = re.search(
-        r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients joined", message
-    )
+    timed_out = re.search(r"Timed out after (\d+) seconds waiting for clients\. (\d+)/(\d+) clients", message)
     if timed_out is not None:
         return RendezvousError(
             f"rendezvous timed out: {timed_out[2]} of {timed_out[3]} processes joined within {timed_out[1]} seconds; start all of them with the same "

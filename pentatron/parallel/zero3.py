@@ -95,11 +95,9 @@ class ShardedStage:
         replica_axes = {name: declared.replica_axis for name, (_, declared) in declarations.items()}
         self.units: list[FSDPModule] = []
         for path, module in _units(stage, replica_axes):
-            axes_inside = [
-                axis for name, axis in replica_axes.items() if path == "" or name.startswith(f"{path}.")
-            ]
+            inside = [axis for name, axis in replica_axes.items() if not path or name.startswith(f"{path}.")]
             # A layer with experts is the unit of its dense parameters: its experts are units already.
-            axis: Axis = "replicas" if path == "" or "replicas" in axes_inside else axes_inside[0]
+            axis: Axis = "replicas" if path == "" or "replicas" in inside else inside[0]
             unit = _shard_unit(module, _mesh(world, axis), dtype, keep=path == "")
             if world.device.type == "cpu":
                 unit.set_custom_all_gather(_TimedCollective(all_gather_into, world.waits))  # type: ignore[arg-type]

@@ -151,9 +151,8 @@ def _norm_row(sizes: PlanSizes) -> int:
         return sizes.element_bytes * sizes.hidden + 2 * FP32
     if sizes.decisions.compilation.on:
         return sizes.element_bytes * sizes.hidden + FP32
-    return (
-        (FP32 if _norm_saves_fp32(sizes) else sizes.element_bytes) + sizes.element_bytes
-    ) * sizes.hidden + FP32
+    input_bytes = FP32 if _norm_saves_fp32(sizes) else sizes.element_bytes
+    return (input_bytes + sizes.element_bytes) * sizes.hidden + FP32
 
 
 def _attention(sizes: PlanSizes, recomputed: bool, fp8: bool) -> int:

@@ -30,9 +30,7 @@ def _experts_weights(sizes: PlanSizes) -> int:
     """Returns the bytes of experts' weights on the pipeline rank that has most."""
     expert = sum(p.elements for p in sizes.parameters.experts.parameters)
     parts = [sizes.parts(rank).values() for rank in range(sizes.grid.pipeline)]
-    layers = max(
-        sum(len(sizes.sparse_layers.intersection(part.layers)) for part in stages) for stages in parts
-    )
+    layers = max(sum(len(sizes.sparse_layers & set(part.layers)) for part in stages) for stages in parts)
     return sizes.element_bytes * expert * layers
 
 
@@ -170,10 +168,8 @@ def _layer_bytes(single: PlanSizes) -> int:
     sparse = bool(single.sparse_layers)
     parameters = sum(p.elements for p in single.parameters.layer(min(single.sparse_layers) if sparse else 0))
     # Weights, gradients, master weights unless the weights are fp32, and optimizer state.
-    parameter_bytes = single.element_bytes + FP32 * (
-        1 + (single.element_bytes != FP32) + state_values(single)
-    )
-    return parameter_bytes * parameters + layer_activations(single, sparse, frozenset())
+    per_parameter = single.element_bytes + FP32 * (1 + (single.element_bytes != FP32) + state_values(single))
+    return per_parameter * parameters + layer_activations(single, sparse, frozenset())
 
 
 def _combination(layouts: list[Layout]) -> str:

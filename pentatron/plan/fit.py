@@ -64,9 +64,7 @@ def _verdict(impossible: bool, why: str) -> FitVerdict:
 
 def check_host_memory(config: RunConfig, room: AvailableMemory) -> FitVerdict | None:
     """Checks the host memory of processes that compute on GPUs; returns None if it fits."""
-    static = max(
-        (rank.static for rank in memory_of(config, on_gpu=True).ranks), key=lambda each: each.in_host
-    )
+    static = max((rank.static for rank in memory_of(config, on_gpu=True).ranks), key=lambda s: s.in_host)
     needed = static.in_host
     if needed <= _TIGHT * room.free:
         return None
@@ -189,9 +187,8 @@ def megatron_estimate(config: RunConfig, micro_batches: int | None = None) -> Me
     activation += (8 * hidden_states / model.hidden_size + hidden_states) * ranks
     activation *= 1 + (ranks - 1) / (ranks * virtual) if virtual > 1 else min(1, steps / ranks)
     if ranks == 1:
-        activation += hidden_states * (
-            4 * (1 + vocab_ratio) if with_sequence else 2 * (vocab_ratio / tensor + 1)
-        )
+        output = 4 * (1 + vocab_ratio) if with_sequence else 2 * (vocab_ratio / tensor + 1)
+        activation += hidden_states * output
     activation = activation / tensor if with_sequence else _ALLOWANCE * activation
     return MegatronEstimate(_weight_and_optimizer(config), activation)
 

@@ -283,12 +283,9 @@ def _collectives(sizes: PlanSizes, rank: int) -> int:
 def _gathered_parameters(sizes: PlanSizes, rank: int) -> int:
     """Returns the bytes that ZeRO 3 gathers: parameters outside the layers for the whole step, the current
     and the next layer, and the gradients of one layer in the model's precision and in fp32."""
-    outside_layers = largest_layer = 0
+    outside_layers = largest = 0
     for part in sizes.parts(rank).values():
         layers = [sum(p.elements for p in sizes.parameters.layer(number)) for number in part.layers]
         outside_layers += sum(p.elements for p in sizes.parameters.stage(part)) - sum(layers)
-        largest_layer = max([largest_layer, *layers])
-    return (
-        sizes.element_bytes * (outside_layers + 2 * largest_layer)
-        + (sizes.element_bytes + FP32) * largest_layer
-    )
+        largest = max([largest, *layers])
+    return sizes.element_bytes * (outside_layers + 2 * largest) + (sizes.element_bytes + FP32) * largest

@@ -123,9 +123,8 @@ def _gradients(sizes: PlanSizes, pipeline_rank: int) -> int:
             if sizes.ranks(parameter.replica_axis) == 1:
                 # Gradients of a parameter that two stages share are summed, on one rank or on two.
                 shared = len(stages) > 1 or (parameter.is_tied_across_stages and sizes.grid.pipeline > 1)
-                total += (
-                    FP32 if sizes.accumulation > 1 or shared else sizes.element_bytes
-                ) * parameter.elements
+                bytes_each = FP32 if sizes.accumulation > 1 or shared else sizes.element_bytes
+                total += bytes_each * parameter.elements
     return total
 
 

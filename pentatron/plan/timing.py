@@ -103,9 +103,7 @@ def _context(sizes: PlanSizes, part: StagePart) -> float:
             return keys_values * ((ranks - 1) * sizes.element_bytes * forwards + ranks * FP32 * layers)
         case "a2a":
             keys = max(sizes.keys, sizes.head * ranks // sizes.heads)
-            return (
-                sizes.element_bytes * sizes.tokens * (2 * sizes.queries + 2 * keys) * _ring(ranks) * forwards
-            )
+            return 2 * sizes.element_bytes * sizes.tokens * (sizes.queries + keys) * _ring(ranks) * forwards
         case _:
             return ranks * keys_values * _ring(ranks) * (sizes.element_bytes * forwards + FP32 * layers)
 

@@ -34,10 +34,9 @@ class FlagTable:
 
     def __init__(self, entry: EntryPoint) -> None:
         self.entry = entry
-        self._by_flag = {s.flag: (item, s) for item in all_settings().values() for s in item.spellings}
-        self._by_flag |= {
-            flag: (all_settings()[name], Spelling(flag)) for flag, name in entry.spellings.items()
-        }
+        settings = all_settings()
+        self._by_flag = {s.flag: (item, s) for item in settings.values() for s in item.spellings}
+        self._by_flag |= {flag: (settings[name], Spelling(flag)) for flag, name in entry.spellings.items()}
 
     def find(self, word: str) -> tuple[Setting, Spelling] | None:
         return self._by_flag.get(normalize_flag(word))

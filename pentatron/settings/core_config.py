@@ -27,9 +27,7 @@ class CoreTransformerConfig(TransformerConfig):
         core = config if isinstance(config, cls) else cls(**vars(config))
         heads, hidden = core.num_attention_heads, core.hidden_size
         if heads is None:
-            raise UserError(
-                "the configuration has no num_attention_heads; give the number of attention heads"
-            )
+            raise UserError("the configuration has no num_attention_heads; set the number of attention heads")
         if core.kv_channels is None and hidden % heads:
             raise UserError(f"hidden_size {hidden} is not divisible by {heads} heads; give kv_channels")
         # A configuration written by hand may omit these sizes. That of a run has all of them.

@@ -223,8 +223,7 @@ def _loss(config: RunConfig, device: DeviceFacts) -> tuple[LossDecision, str]:
     fusion, implementation = config.kernels.fused_cross_entropy, config.kernels.cross_entropy_fusion_impl
     reasons = {
         "the loss is not fused (--no-cross-entropy-loss-fusion), so this has no effect": fusion == "off",
-        "on a CPU the loss is fused only with --cross-entropy-loss-fusion": fusion == "auto"
-        and device.is_cpu,
+        "on CPUs the loss is fused only with --cross-entropy-loss-fusion": fusion == "auto" and device.is_cpu,
     }
     on = fusion == "on" or (fusion == "auto" and device.is_gpu)
     kernel = device.is_gpu and implementation != "native"

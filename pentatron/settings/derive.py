@@ -159,10 +159,8 @@ def _groups(draft: Draft) -> None:
 def _widths(draft: Draft) -> None:
     hidden = draft.hidden_size
     if draft.gated_linear_unit:
-        draft.fill(
-            "8/3 × hidden, rounded down to a multiple of 64",
-            ffn_hidden_size=max(64, int(4 * hidden * 2 / 3 / 64) * 64),
-        )
+        width = max(64, int(4 * hidden * 2 / 3 / 64) * 64)
+        draft.fill("8/3 × hidden, rounded down to a multiple of 64", ffn_hidden_size=width)
     draft.fill("4 × hidden", ffn_hidden_size=4 * hidden)
     draft.fill("seq-length", max_position_embeddings=draft.seq_length)
     draft.fill("padded-vocab-size", vocab_size=draft.padded_vocab_size)

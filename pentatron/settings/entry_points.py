@@ -76,7 +76,7 @@ GRAD_SCALER: Mapping[str, Any] = {
 }
 
 
-def _script_of_3d(kind: str, name: str, summary: str) -> EntryPoint:
+def _3d_script(kind: str, name: str, summary: str) -> EntryPoint:
     """Returns a script of the 3D project. They share defaults, and their batch is that of a rank."""
     own = {"dataset_size": 10000, "rank_batch_size": 8, "train_iters": 200, "eval_interval": 0}
     return EntryPoint(
@@ -88,13 +88,11 @@ def _script_of_3d(kind: str, name: str, summary: str) -> EntryPoint:
     )
 
 
-STANDARD = _script_of_3d(
-    "standard", "train.py", "Standard training: data parallel, or data and tensor parallel"
-)
-PARALLEL_3D = _script_of_3d(
+STANDARD = _3d_script("standard", "train.py", "Standard training: data parallel, or data and tensor parallel")
+PARALLEL_3D = _3d_script(
     "3d_parallel", "train_3d_parallel.py", "3D parallel training: data, tensor and pipeline"
 )
-MEGATRON = _script_of_3d("megatron", "train_megatron.py", "Megatron-style training of the 3D project")
+MEGATRON = _3d_script("megatron", "train_megatron.py", "Megatron-style training of the 3D project")
 
 # Only shows a layout, so data and length have defaults.
 LAYOUT = EntryPoint(

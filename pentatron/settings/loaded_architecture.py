@@ -45,9 +45,7 @@ class Architecture:
 
 def architecture(saved: Mapping[str, Any]) -> Architecture:
     """Returns the saved architecture. Settings that are newer than the checkpoint have their defaults."""
-    names = [
-        name for name, item in all_settings().items() if item.section in ("model", "moe") and item.in_weights
-    ]
+    names = [n for n, item in all_settings().items() if item.section in ("model", "moe") and item.in_weights]
     if _CODE not in saved:
         # Weights of standard layers may be loaded into custom ones.
         names.remove(_CODE)
@@ -132,21 +130,17 @@ def adopt_architecture(
         draft.notices.append(f"architecture from {origin}: {' '.join(shown)}")
     after = derived_settings(draft, facts)
     for name in architecture_differences(loaded, after):
-        written = _written(loaded.settings, name)
+        value = _written(loaded.settings, name)
         if name in draft.wrong:
             # Its error is reported already, such as a tokenizer that was not found.
             continue
         if name == _CODE and not _is_chosen(draft, name):
-            error = (
-                f"was trained with {written}; give that flag again, because code is never loaded from files"
-            )
+            error = f"was trained with {value}; give that flag again, because code is never loaded from files"
         else:
             source = "the command line" if draft.by_flag(name) else draft.source(name)
             from_user = draft.by_flag(name) or source.startswith(("file", "preset"))
-            given = (
-                f"{f'{source} gives' if from_user else 'this command resolves to'} {_written(after, name)}"
-            )
-            error = f"holds a model with {written}, but {given}; leave that out, {fix}"
+            what = f"{source} gives" if from_user else "this command resolves to"
+            error = f"holds a model with {value}, but {what} {_written(after, name)}; leave that out, {fix}"
         draft.wrong[name] = f"{origin} {error}"
 
 

@@ -42,38 +42,27 @@ class TransformerConfig:
     kv_channels: int = setting(
         None, "width of one head (hidden / heads); heads × width may differ from hidden", POSITIVE
     )
-    group_query_attention: bool = setting(
-        False, "share each key/value head between several query heads (GQA)"
-    )
+    group_query_attention: bool = setting(False, "share each key/value head among several query heads (GQA)")
     num_query_groups: int = setting(None, "number of key/value heads with --group-query-attention", POSITIVE)
     seq_length: int = training_setting(256, "tokens per sample", POSITIVE, ORDER, also="--max_seq_len")
     max_position_embeddings: int = setting(None, "maximum sequence length (seq-length)", POSITIVE)
     vocab_size: int = setting(None, "vocabulary size (that of the tokenizer)", POSITIVE)
     make_vocab_size_divisible_by: int = training_setting(
-        128,
-        "pad the vocabulary to a multiple of this number × tensor parallel size",
-        POSITIVE,
-        needs.PADDING_NOT_GIVEN,
+        128, "pad the vocabulary to a multiple of N × tensor-parallel size", POSITIVE, needs.PADDING_NOT_GIVEN
     )
     padded_vocab_size: int = training_setting(None, "rows of the padded embedding (derived)", POSITIVE, FREE)
 
     normalization: str = setting("LayerNorm", "normalization layer", choices=("LayerNorm", "RMSNorm"))
     layernorm_epsilon: float = setting(1e-5, "epsilon of the norms", POSITIVE, also="--norm-epsilon")
     qk_layernorm: bool = setting(False, "normalize queries and keys (Qwen3)")
-    qk_l2_norm: bool = setting(
-        False, "L2-normalize queries and keys", not_yet="the L2 norm of queries and keys"
-    )
+    qk_l2_norm: bool = setting(False, "L2-normalize queries and keys", not_yet="L2 norms of queries and keys")
     gated_linear_unit: bool = setting(False, "SwiGLU: gated SiLU MLP", also="--swiglu")
     add_bias_linear: bool = setting(
         True, "bias in linear layers", sets={"--disable-bias-linear": False, "--disable_bias_linear": False}
     )
-    add_qkv_bias: bool = setting(
-        False, "bias in the QKV projection (Qwen2.5)", needs.bias_alone("add_qkv_bias")
-    )
-    add_proj_bias: bool = setting(
-        False, "bias in attention's output projection", needs.bias_alone("add_proj_bias")
-    )
-    add_mlp_bias: bool = setting(False, "biases in the MLP", needs.bias_alone("add_mlp_bias"))
+    add_qkv_bias: bool = setting(False, "QKV projection bias (Qwen2.5)", needs.sole_bias("add_qkv_bias"))
+    add_proj_bias: bool = setting(False, "attention output projection bias", needs.sole_bias("add_proj_bias"))
+    add_mlp_bias: bool = setting(False, "MLP biases", needs.sole_bias("add_mlp_bias"))
     position_embedding_type: str = setting(
         "learned_absolute",
         "position embedding (yarn: rope with --rope-scaling-type yarn)",
@@ -117,10 +106,7 @@ class TransformerConfig:
         needs.LLAMA3_SCALING,
     )
     rotary_seq_len_interpolation_factor: float | None = setting(
-        None,
-        "alias in Megatron for --rope-scaling-type linear with this --rope-scaling-factor",
-        ONE_OR_MORE,
-        needs.ROPE,
+        None, "alias of --rope-scaling-type linear with this --rope-scaling-factor", ONE_OR_MORE, needs.ROPE
     )
     yarn_beta_fast: float = setting(
         32.0,
@@ -170,17 +156,13 @@ class TransformerConfig:
         "layers without sliding window: every N-th layer, or a list such as [1,1,0] with 1 for a window",
         needs.WINDOW,
     )
-    untie_embeddings_and_output_weights: bool = setting(
-        False, "use separate weights for embedding and output layer"
-    )
+    untie_embeddings_and_output_weights: bool = setting(False, "separate embedding and output layer weights")
     hidden_dropout: float = training_setting(0.0, "dropout on the hidden states", BELOW_ONE)
     attention_dropout: float = training_setting(0.0, "dropout on attention weights", BELOW_ONE)
     init_method_std: float = training_setting(0.02, "standard deviation of the initial weights", NON_NEGATIVE)
     multi_latent_attention: bool = setting(False, "multi-latent attention", not_yet="multi-latent attention")
     spec: tuple[str, ...] = setting(
-        (),
-        "custom layers: MODULE FUNCTION; the function returns the spec of one layer or of all layers",
-        names_code=True,
+        (), "custom layers: MODULE FUNCTION, which returns the spec of one layer or of all", names_code=True
     )
 
 
@@ -198,16 +180,12 @@ class MoEConfig:
         "softmax", "function from router logits to scores", choices=("softmax", "sigmoid")
     )
     moe_router_pre_softmax: bool = moe_setting(
-        False,
-        "take the softmax over all experts before the top-k, not over the selected experts",
-        needs.SOFTMAX_SCORES,
+        False, "softmax over all experts before the top-k, not over the selected ones", needs.SOFTMAX_SCORES
     )
     moe_router_topk_scaling_factor: float | None = moe_setting(
         None, "factor for the routing weights of the selected experts", POSITIVE
     )
-    moe_router_num_groups: int | None = moe_setting(
-        None, "number of expert groups for group-limited routing", POSITIVE
-    )
+    moe_router_num_groups: int | None = moe_setting(None, "expert groups for group-limited routing", POSITIVE)
     moe_router_group_topk: int = moe_setting(None, "number of expert groups that a token uses", POSITIVE)
     moe_router_dtype: str | None = moe_training_setting(
         None, "dtype of the router logits (dtype of the model)", choices=("fp32", "fp64")
@@ -219,10 +197,7 @@ class MoEConfig:
         choices=("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
     )
     moe_aux_loss_coeff: tuple[float, ...] = moe_training_setting(
-        (0.0,),
-        "weights of the load-balancing losses, one for all or one for each",
-        NON_NEGATIVE,
-        needs.BALANCING,
+        (0.0,), "weights of the load-balancing losses: one for all or one each", NON_NEGATIVE, needs.BALANCING
     )
     moe_z_loss_coeff: float | None = moe_training_setting(
         None, "weight of the router z-loss, which penalizes large logits", NON_NEGATIVE
@@ -257,9 +232,7 @@ class MoEConfig:
     moe_shared_expert_intermediate_size: int | None = moe_setting(
         None, "inner width of a shared expert, which every token uses (no shared expert)", POSITIVE
     )
-    moe_shared_expert_gate: bool = moe_setting(
-        False, "multiply the shared expert by a sigmoid gate (Qwen2-MoE)"
-    )
+    moe_shared_expert_gate: bool = moe_setting(False, "scale the shared expert by a sigmoid gate (Qwen2-MoE)")
     moe_per_layer_logging: bool = moe_training_setting(
         False, "write the load of every layer's experts to metrics.jsonl"
     )
@@ -360,14 +333,13 @@ class KernelConfig:
 def moe_layers(written: str, num_layers: int) -> tuple[bool, ...]:
     """Returns whether each layer has experts. Raises `ValueError` with a message for an invalid pattern."""
     pattern = layer_pattern("--moe-layer-freq", written, num_layers, "[0]*1+[1]*26")
+    none = "leaves no layer with experts"
     if pattern == 0:
-        raise ValueError("--moe-layer-freq 0 leaves no layer with experts; use 1 or more")
+        raise ValueError(f"--moe-layer-freq 0 {none}; use 1 or more")
     if isinstance(pattern, int):
         return tuple(number % pattern == 0 for number in range(num_layers))
     if not any(pattern):
-        raise ValueError(
-            f"--moe-layer-freq {written} leaves no layer with experts; use 1 for layers with experts"
-        )
+        raise ValueError(f"--moe-layer-freq {written} {none}; use 1 for layers with experts")
     return tuple(bool(entry) for entry in pattern)
 
 

@@ -233,12 +233,10 @@ class ModelParameters:
 
     def stage(self, part: StagePart) -> list[Parameter]:
         parameters: list[Parameter] = []
-        tied, positions = is_tied(self.model), position_shape(self.model)
+        tied, positions, shape = is_tied(self.model), position_shape(self.model), self.embedding_shape
         if part.embedding:
             copied = tied and not part.head
-            parameters.append(
-                Parameter("embedding.word.weight", self.embedding_shape, is_tied_across_stages=copied)
-            )
+            parameters.append(Parameter("embedding.word.weight", shape, is_tied_across_stages=copied))
         if part.embedding and positions is not None:
             parameters.append(Parameter("embedding.position.weight", positions))
         for layer in part.layers:
@@ -246,7 +244,7 @@ class ModelParameters:
         if part.head:
             parameters += self._norm("final_norm")
         if has_separate_output_weight(self.model, part):
-            parameters.append(Parameter("head.weight", self.embedding_shape, is_tied_across_stages=tied))
+            parameters.append(Parameter("head.weight", shape, is_tied_across_stages=tied))
         return parameters
 
     def layer(self, number: int) -> list[Parameter]:

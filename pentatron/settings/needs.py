@@ -93,9 +93,7 @@ def no_validation_data(s: Settings) -> str:
     return ""
 
 
-EVALUATION_ENABLED = requires(
-    lambda s: s.eval_iters, "nothing is evaluated (--eval-iters 0), so these files are not read"
-)
+EVAL_ITERS = requires(lambda s: s.eval_iters, "nothing is evaluated (--eval-iters 0), so it is not read")
 
 
 def a_tokenizer(s: Settings) -> str:
@@ -111,7 +109,7 @@ def sample_prompt(s: Settings) -> str:
     return "there is no --sample-prompt" if s.sample_prompt is None else a_tokenizer(s)
 
 
-def text_or_ids(s: Settings) -> str:
+def tokenizing(s: Settings) -> str:
     """A tokenizer that is used."""
     if s.corpus:
         return "a tokenizer is trained for the corpus"
@@ -124,7 +122,7 @@ def gpt2_tokenizer(s: Settings) -> str:
     kind = s.tokenizer_type or ("HuggingFaceTokenizer" if s.tokenizer_model else None)
     if kind is not None and kind != "GPT2BPETokenizer":
         return f"only GPT2BPETokenizer uses it, but the tokenizer is a {kind}"
-    return text_or_ids(s)
+    return tokenizing(s)
 
 
 def a_validation_set(s: Settings) -> str:
@@ -198,9 +196,7 @@ ROPE_SCALING = _scaling("linear", "llama3", "yarn")
 ORIGINAL_LENGTH = _scaling("llama3", "yarn")
 LLAMA3_SCALING = _scaling("llama3")
 YARN = _scaling("yarn")
-NO_FACTOR = requires(
-    lambda s: s.yarn_attention_factor is None, "--yarn-attention-factor is given, so no value is computed"
-)
+NO_FACTOR = requires(lambda s: s.yarn_attention_factor is None, "--yarn-attention-factor is given instead")
 MSCALES = requires(
     lambda s: s.yarn_mscale and s.yarn_mscale_all_dim,
     "--yarn-mscale and --yarn-mscale-all-dim have an effect only if both are above 0",
@@ -220,7 +216,7 @@ def a_shorter_window(s: Settings) -> str:
     return ""
 
 
-def bias_alone(name: str) -> Need:
+def sole_bias(name: str) -> Need:
     """Builds the need of an additional bias, if it is on, for linear layers without bias."""
     reason = "every linear layer has a bias already"
     return requires(lambda s: not (getattr(s, name) and s.add_bias_linear), reason)
@@ -252,9 +248,7 @@ BALANCING = requires(
 # --- optimizer, schedules and precision ---
 
 
-DECAY = requires(
-    lambda s: s.lr_decay_style != "constant", "the learning rate does not decay (--lr-decay-style constant)"
-)
+DECAY = requires(lambda s: s.lr_decay_style != "constant", "there is no decay (--lr-decay-style constant)")
 
 
 def a_decay(s: Settings) -> str:
@@ -262,10 +256,7 @@ def a_decay(s: Settings) -> str:
     return DECAY(s) if s.lr_warmup_fraction is None else ""
 
 
-WSD = requires(
-    lambda s: s.lr_decay_style == "WSD",
-    lambda s: f"it applies to --lr-decay-style WSD only, not to {s.lr_decay_style}",
-)
+WSD = requires(lambda s: s.lr_decay_style == "WSD", "only --lr-decay-style WSD uses it")
 WARMUP = requires(
     lambda s: s.lr_warmup_iters or s.lr_warmup_samples or s.lr_warmup_fraction,
     "there is no warm-up (--lr-warmup-iters)",
@@ -319,9 +310,7 @@ TENSOR_AXIS = requires(
     lambda s: not s.sequence_parallel or s.tensor_model_parallel_size > 1,
     "there is one tensor rank (--tensor-model-parallel-size 1), so this has no effect",
 )
-PIPELINE = requires(
-    lambda s: s.pipeline_model_parallel_size > 1, "there is one pipeline stage, so no schedule is needed"
-)
+PIPELINE = requires(lambda s: s.pipeline_model_parallel_size > 1, "one pipeline stage needs no schedule")
 STAGES = requires(
     lambda s: s.pipeline_model_parallel_size > 1 or s.virtual_stages > 1,
     "there is one pipeline stage, which holds all layers",
@@ -337,8 +326,7 @@ SPLIT_SEQUENCES = requires(
 
 
 REPLICATED_GRADIENTS = requires(
-    lambda s: s.data_parallel_size * s.context_parallel_size > 1,
-    "one data-parallel rank has nothing to reduce",
+    lambda s: s.data_parallel_size * s.context_parallel_size > 1, "one data-parallel rank reduces nothing"
 )
 BUCKETS = requires(lambda s: s.zero_stage != 3, "ZeRO 3 reduces gradients per layer, not in buckets")
 
@@ -362,9 +350,7 @@ def hybrid_shards(s: Settings) -> str:
     return first_reason({nothing: stage == 0, every: stage < 3, single: alone}) if count > 1 else ""
 
 
-RECOMPUTE = requires(
-    lambda s: s.recompute_granularity is not None, "nothing is recomputed without --recompute-granularity"
-)
+RECOMPUTE = requires(lambda s: s.recompute_granularity, "nothing is recomputed (--recompute-granularity)")
 
 
 def recomputed_modules(s: Settings) -> str:
@@ -393,13 +379,10 @@ def own_port(s: Settings) -> str:
 
 OWN_PROCESSES = requires(
     lambda s: not s.facts.launcher,
-    lambda s: (
-        f"{s.facts.launcher} starts the processes, so only it can restart them (torchrun: --max-restarts)"
-    ),
+    lambda s: f"{s.facts.launcher} starts the processes, so only it restarts them (torchrun: --max-restarts)",
 )
 SUPERVISOR = requires(
-    lambda s: s.facts.world_size > 1 or s.max_restarts,
-    "one process has no supervisor unless --max-restarts N is given",
+    lambda s: s.facts.world_size > 1 or s.max_restarts, "one process has no supervisor without --max-restarts"
 )
 
 
@@ -431,9 +414,7 @@ def checkpoints(s: Settings) -> str:
     return "" if s.save_checkpoints else f"nothing is saved {why}"
 
 
-RETENTION = requires(
-    lambda s: s.keep_checkpoints is not None, "every checkpoint is kept (--keep-checkpoints none)"
-)
+RETENTION = requires(lambda s: s.keep_checkpoints is not None, "all steps are kept (--keep-checkpoints none)")
 OWN_FORMAT = requires(
     lambda s: s.ckpt_format != "torch",
     "this format can only be loaded; this run saves in Pentatron's format, which any layout can load",
@@ -491,6 +472,4 @@ REPLICAS = requires(
     lambda s: s.facts.world_size > 1 or not s.check_weight_hash_across_dp_replicas_interval,
     "one process has no replicas to compare",
 )
-MEMORY_HISTORY = requires(
-    lambda s: s.record_memory_history, "no allocations are recorded (--record-memory-history)"
-)
+MEMORY_HISTORY = requires(lambda s: s.record_memory_history, "nothing is recorded (--record-memory-history)")

@@ -34,10 +34,7 @@ class CheckpointConfig:
 
     save: str = setting(None, "checkpoint folder (RUN_DIR/checkpoints)", needs.checkpoints, SILENT)
     load: str = setting(
-        None,
-        "run, checkpoint folder or Hugging Face model to load (the checkpoints of the run)",
-        SILENT,
-        also="--hf",
+        None, "run, checkpoint or Hugging Face model to load (checkpoints of the run)", SILENT, also="--hf"
     )
     save_interval: int = setting(
         None,
@@ -73,8 +70,7 @@ class CheckpointConfig:
         False, "resume although the data has changed since the checkpoint; the changes are reported"
     )
     override_opt_param_scheduler: bool = setting(
-        False,
-        "resume with the schedule of this command, without the notice that the checkpoint has a different one",
+        False, "resume with the schedule of this command, without the notice that the checkpoint has another"
     )
     use_checkpoint_opt_param_scheduler: bool = setting(
         False, "resume with the learning rate and weight decay schedule of the checkpoint"
@@ -144,17 +140,11 @@ class LogConfig:
         False, "log validation perplexity to TensorBoard and Weights & Biases", needs.A_DASHBOARD
     )
     wandb_project: str | None = setting(None, "project of Weights & Biases (WANDB_MODE=offline: no network)")
-    wandb_exp_name: str | None = setting(
-        None, "run name in Weights & Biases (name of the run folder)", needs.WANDB
-    )
+    wandb_exp_name: str | None = setting(None, "run name in Weights & Biases (the run folder's)", needs.WANDB)
     wandb_entity: str | None = setting(None, "team or user of Weights & Biases", needs.WANDB)
-    wandb_save_dir: str | None = setting(
-        None, "folder of the Weights & Biases files (RUN_DIR/wandb)", needs.WANDB
-    )
+    wandb_save_dir: str | None = setting(None, "folder for Weights & Biases (RUN_DIR/wandb)", needs.WANDB)
     monitor_memory_continuously: bool = setting(False, "write each rank's memory over time to RUN_DIR/memory")
-    memory_monitor_interval: float = setting(
-        1.0, "seconds between memory samples", POSITIVE, needs.MEMORY_SAMPLES
-    )
+    memory_monitor_interval: float = setting(1.0, "seconds per memory sample", POSITIVE, needs.MEMORY_SAMPLES)
     save_performance_summary: bool = setting(False, "write RUN_DIR/performance_summary.json at the end")
     console_lines: str = setting(
         "short",
@@ -162,16 +152,12 @@ class LogConfig:
         choices=("short", "megatron"),
     )
     profile: bool = setting(
-        False,
-        "profile some steps: a trace in RUN_DIR/profile, or on a GPU a range for nsys",
-        needs.profile_in_run,
+        False, "profile steps: a trace in RUN_DIR/profile, or on a GPU a range for nsys", needs.profile_in_run
     )
     profile_step_start: int = setting(10, "number of steps before the profile", NON_NEGATIVE, needs.PROFILE)
     profile_step_end: int = setting(12, "last step of the profile", POSITIVE, needs.PROFILE)
     profile_ranks: tuple[int, ...] = setting(
         (0,), "ranks to profile", NON_NEGATIVE, needs.PROFILE, needs.profiled_rank_exists
     )
-    use_pytorch_profiler: bool = setting(
-        False, "on a GPU, write a trace by torch.profiler instead of a range for nsys"
-    )
+    use_pytorch_profiler: bool = setting(False, "on a GPU, write a torch.profiler trace, not an nsys range")
     progress_bar: str = setting("auto", "live progress bar", choices=("auto", "on", "off"))

@@ -40,10 +40,7 @@ class ParallelConfig:
         "1f1b", "pipeline schedule (1f1b, or interleaved with virtual stages)", needs.PIPELINE, choices=KINDS
     )
     virtual_pipeline_model_parallel_size: int | None = setting(
-        None,
-        "virtual stages on each pipeline rank",
-        POSITIVE,
-        also="--num-virtual-stages-per-pipeline-rank --vpp",
+        None, "virtual stages per rank", POSITIVE, also="--num-virtual-stages-per-pipeline-rank --vpp"
     )
     num_layers_per_virtual_pipeline_stage: int | None = setting(
         None, "layers per virtual stage, instead of the number of virtual stages", POSITIVE
@@ -128,10 +125,7 @@ class MemoryConfig:
         choices=("uniform", "block"),
     )
     recompute_num_layers: int = setting(
-        None,
-        "layers per chunk for uniform (1), number of first layers of a stage for block",
-        POSITIVE,
-        needs.RECOMPUTE,
+        None, "layers per chunk for uniform (1), first layers of a stage for block", POSITIVE, needs.RECOMPUTE
     )
     recompute_modules: tuple[str, ...] = setting(
         (),
@@ -154,9 +148,7 @@ class PrecisionConfig:
     """Precision"""
 
     bf16: bool = setting(False, "bf16 weights and activations, fp32 master weights and gradients")
-    fp16: bool = setting(
-        False, "fp16 weights and activations, fp32 master weights and gradients, scaled loss"
-    )
+    fp16: bool = setting(False, "fp16 weights and activations, fp32 master weights and gradients, loss scale")
     loss_scale: float | None = setting(
         None, "static loss scale in any precision (fp16: dynamic)", NON_NEGATIVE, needs.nonzero_loss_scale
     )
@@ -168,10 +160,7 @@ class PrecisionConfig:
         also="--init-scale",
     )
     min_loss_scale: float = setting(
-        1.0,
-        "minimum dynamic loss scale in fp16 (0: none)",
-        NON_NEGATIVE,
-        needs.dynamic_loss_scale("min_loss_scale"),
+        1.0, "minimum dynamic loss scale (0: none)", NON_NEGATIVE, needs.dynamic_loss_scale("min_loss_scale")
     )
     loss_scale_window: int = setting(
         1000,
@@ -246,10 +235,7 @@ class LaunchConfig:
     on_resume: ClassVar = FREE
 
     nproc_per_node: int = setting(
-        None,
-        "processes to start on this machine (one per GPU; 1 without GPU)",
-        POSITIVE,
-        also="--num-processes",
+        None, "processes to start on this machine (one per GPU; 1 if none)", POSITIVE, also="--num-processes"
     )
     device: str = setting("auto", "device to train on", choices=("auto", "cpu", "cuda"))
     threads_per_process: int = setting(
@@ -267,9 +253,7 @@ class LaunchConfig:
     init_method: str | None = setting(
         None, "address of the rendezvous, tcp://HOST:PORT, if no launcher provides one", needs.open_rendezvous
     )
-    distributed_timeout_minutes: float = setting(
-        10.0, "timeout of collectives, in minutes", POSITIVE, needs.PEERS
-    )
+    distributed_timeout_minutes: float = setting(10.0, "collective timeout in minutes", POSITIVE, needs.PEERS)
     distributed_timeout_seconds_after_init: float | None = setting(
         None,
         "timeout of collectives after the first step, in seconds (that of --distributed-timeout-minutes)",
@@ -290,18 +274,14 @@ class LaunchConfig:
         NON_NEGATIVE,
         needs.SUPERVISOR,
     )
-    check_memory: bool = setting(
-        True, "before the start, compare the estimated memory with that of the device"
-    )
+    check_memory: bool = setting(True, "before the start, compare estimated memory with that of the device")
     local_rank: int | None = setting(
         None,
         "accepted for torch.distributed.launch: the local rank",
         NON_NEGATIVE,
         notice="LOCAL_RANK, which the launcher sets in the environment, is used instead",
     )
-    job_id: str | None = setting(
-        None, "id of the job in progress.txt (the Slurm job ID)", needs.PROGRESS_LOG, SILENT
-    )
+    job_id: str | None = setting(None, "job ID in progress.txt (Slurm job ID)", needs.PROGRESS_LOG, SILENT)
     enable_ft_package: bool = setting(
         False,
         "accepted for Megatron scripts: NVIDIA's fault-tolerance client",

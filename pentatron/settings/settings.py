@@ -79,14 +79,11 @@ class Settings(
     _origins: dict[str, str]
 
     def __init__(
-        self,
-        values: Mapping[str, Any],
-        origins: Mapping[str, str] | None = None,
-        facts: ProcessFacts = ONE_PROCESS,
+        self, values: Mapping[str, Any], origins: Mapping[str, str] = {}, facts: ProcessFacts = ONE_PROCESS
     ) -> None:
         # Bypasses __setattr__, as the sections are frozen dataclasses.
         self.__dict__.update(values)
-        self._names, self._origins = tuple(values), dict(origins or {})
+        self._names, self._origins = tuple(values), dict(origins)
         self.facts, self.epoch_samples = facts, None
 
     @classmethod

@@ -17,21 +17,17 @@ class DataConfig:
     """Data and tokenizer"""
 
     corpus: str | None = setting(
-        None,
-        "built-in text corpus: python, the source code of Python's standard library",
-        choices=("python",),
+        None, "built-in text corpus: python, the source of Python's standard library", choices=("python",)
     )
     corpus_bytes: int = setting(8_000_000, "bytes of --corpus to use", POSITIVE, needs.CORPUS)
     data_path: tuple[str, ...] = setting(
-        (), "prefix of a .bin/.idx pair, or a blend of several: P1 P2 ... or, with weights, W1 P1 W2 P2 ..."
+        (), "prefix of a .bin/.idx pair, or a blend of several: P1 P2 ... or W1 P1 W2 P2 ... with weights"
     )
     train_data_path: tuple[str, ...] = setting(
         (), "like --data-path for training only, with --valid-data-path for validation; --split is not used"
     )
     valid_data_path: tuple[str, ...] = setting((), "validation data in the form of --data-path")
-    test_data_path: tuple[str, ...] = setting(
-        (), "test data in the form of --data-path", needs.EVALUATION_ENABLED
-    )
+    test_data_path: tuple[str, ...] = setting((), "test data in the form of --data-path", needs.EVAL_ITERS)
     data_path_config: str | None = setting(
         None,
         "YAML file of a blend: a list of {weight: W, path: P} for all splits, or one list each under train, valid and test",
@@ -48,10 +44,7 @@ class DataConfig:
         ORDER,
     )
     data_cache_path: str | None = setting(
-        None,
-        "folder for the cached sample index (the run folder, only for large indices)",
-        needs.CACHED_ORDER,
-        SILENT,
+        None, "folder of the cached sample index (run folder, for large indices)", needs.CACHED_ORDER, SILENT
     )
     split: str = setting(
         "969,30,1",
@@ -63,19 +56,11 @@ class DataConfig:
     dataset_size: int | None = setting(
         None, "number of synthetic samples, used if no data is given", POSITIVE, needs.SYNTHETIC_DATA
     )
-    reset_position_ids: bool = setting(
-        False, "restart position ids at 0 in every document", needs.document_ends
-    )
+    reset_position_ids: bool = setting(False, "restart positions at 0 in every document", needs.document_ends)
     reset_attention_mask: bool = setting(False, "mask attention between documents", needs.document_ends)
-    eod_mask_loss: bool = setting(
-        False, "mask the loss right after an end-of-document token", needs.document_ends
-    )
-    tokenizer_type: str | None = setting(
-        None, "type of the tokenizer", needs.text_or_ids, choices=_TOKENIZERS
-    )
-    tokenizer_model: str | None = setting(
-        None, "tokenizer.json or .model file, or its folder", needs.text_or_ids
-    )
+    eod_mask_loss: bool = setting(False, "mask the loss right after each document's end", needs.document_ends)
+    tokenizer_type: str | None = setting(None, "type of the tokenizer", needs.tokenizing, choices=_TOKENIZERS)
+    tokenizer_model: str | None = setting(None, "tokenizer.json or .model file, or folder", needs.tokenizing)
     vocab_file: str | None = setting(
         None, "vocabulary of the GPT-2 tokenizer (vocab.json)", needs.gpt2_tokenizer
     )
@@ -97,9 +82,7 @@ class DataConfig:
         False, "fine-tune on conversations, with a loss on the answers only (--data-path FILE.jsonl ...)"
     )
     sft_packing: bool = setting(
-        False,
-        "pack several conversations into each sequence, with attention masked between them",
-        needs.CONVERSATIONS,
+        False, "pack conversations into each sequence, and mask attention between them", needs.CONVERSATIONS
     )
     sft_tokenizer_prompt_format: str = setting(
         "default",
@@ -110,14 +93,10 @@ class DataConfig:
         available=("default", "identity"),
     )
     chat_template: str | None = setting(
-        None,
-        "Jinja chat template file, instead of the template in the tokenizer's folder",
-        needs.chat_template,
+        None, "Jinja chat template file, instead of the one in the tokenizer's folder", needs.chat_template
     )
     sft_date: str = setting(
-        "2024-07-26",
-        "current date passed to chat templates; fixed, so that runs are reproducible",
-        needs.chat_template,
+        "2024-07-26", "current date for chat templates; fixed for reproducible runs", needs.chat_template
     )
 
 
@@ -148,12 +127,8 @@ class TrainConfig:
         (),
         "TOKENS:SIZE ... instead of --global-batch-size: batch size SIZE after TOKENS tokens, for example 0:768 250B:1536",
     )
-    train_iters: int = setting(
-        None, "number of optimizer steps", NON_NEGATIVE, also="--train-steps --max_steps"
-    )
-    train_samples: int | None = setting(
-        None, "number of training samples, instead of --train-iters", POSITIVE
-    )
+    train_iters: int = setting(None, "optimizer steps", NON_NEGATIVE, also="--train-steps --max_steps")
+    train_samples: int | None = setting(None, "training samples, instead of --train-iters", POSITIVE)
     epochs: int | None = setting(
         None,
         "epochs of the training data, in whole steps; the run ends at the smaller of --epochs and --train-iters",
@@ -161,9 +136,7 @@ class TrainConfig:
         needs.countable_epochs,
     )
     eval_interval: int = setting(1000, "steps between validations (0: never)", NON_NEGATIVE, needs.validating)
-    eval_iters: int = setting(
-        10, "steps per validation (0: never validate)", NON_NEGATIVE, needs.evaluation_steps
-    )
+    eval_iters: int = setting(10, "steps per validation (0: never)", NON_NEGATIVE, needs.evaluation_steps)
     full_validation: bool = setting(
         False,
         "validate on every validation sample once, ignoring weights of a blend, instead of --eval-iters steps",
@@ -187,9 +160,7 @@ class TrainConfig:
 class OptimConfig:
     """Optimizer"""
 
-    optimizer: str = setting(
-        "adam", "optimizer: AdamW (adam) or SGD with momentum (sgd)", choices=("adam", "sgd")
-    )
+    optimizer: str = setting("adam", "AdamW (adam) or SGD with momentum (sgd)", choices=("adam", "sgd"))
     sgd_momentum: float = setting(0.9, "momentum of SGD", BELOW_ONE, needs.SGD)
     lr: float = setting(3e-4, "peak learning rate", NON_NEGATIVE, also="--learning_rate")
     min_lr: float = setting(0.0, "learning rate at the end of the decay", NON_NEGATIVE, needs.DECAY)
@@ -219,14 +190,9 @@ class OptimConfig:
     lr_warmup_fraction: float | None = setting(
         None, "learning rate warm-up as a fraction of the samples until the end of the decay", BELOW_ONE
     )
-    lr_warmup_init: float = setting(
-        0.0, "learning rate at the start of the warm-up", NON_NEGATIVE, needs.WARMUP
-    )
+    lr_warmup_init: float = setting(0.0, "learning rate at the start of warm-up", NON_NEGATIVE, needs.WARMUP)
     weight_decay: float = setting(
-        0.01,
-        "weight decay, decoupled in AdamW; not applied to norms and biases",
-        NON_NEGATIVE,
-        needs.one_weight_decay,
+        0.01, "weight decay, decoupled in AdamW; skips norms and biases", NON_NEGATIVE, needs.one_weight_decay
     )
     start_weight_decay: float = setting(None, "weight decay at the start (weight-decay)", NON_NEGATIVE)
     end_weight_decay: float = setting(None, "weight decay at the end (weight-decay)", NON_NEGATIVE)
@@ -258,9 +224,7 @@ class LoopConfig:
 
     on_resume: ClassVar = FREE
 
-    exit_interval: int | None = setting(
-        None, "save and exit at the next step that is a multiple of N", POSITIVE
-    )
+    exit_interval: int | None = setting(None, "save and exit at the next step divisible by N", POSITIVE)
     exit_duration_in_mins: float | None = setting(
         None, "save and exit after this many minutes, including the startup", POSITIVE
     )
@@ -283,10 +247,8 @@ class LoopConfig:
         not_yet="statistics of repeated steps",
         available=("disabled", "validate_results"),
     )
-    check_for_spiky_loss: bool = setting(False, "warn about a loss above 10 times the largest earlier one")
-    check_for_large_grads: bool = setting(
-        False, "warn about a gradient norm above 10 times the largest earlier one"
-    )
+    check_for_spiky_loss: bool = setting(False, "warn about a loss above 10 × the earlier maximum")
+    check_for_large_grads: bool = setting(False, "warn about a gradient norm above 10 × the earlier maximum")
     iterations_to_skip: tuple[int, ...] = setting(
         (),
         "steps to skip, numbered as in the log: their samples are read but not trained on",
@@ -297,27 +259,18 @@ class LoopConfig:
         None, "steps between comparisons of replicated weights across ranks (never)", POSITIVE, needs.REPLICAS
     )
     timing_log_level: int = setting(
-        0,
-        "parts of a step to time: 0 none, 1 large parts, 2 also compute and communication",
-        choices=(0, 1, 2),
+        0, "parts of a step to time: 0 none, 1 large, 2 also compute and communication", choices=(0, 1, 2)
     )
     timing_log_option: str = setting(
         "minmax",
         "times to log: of the slowest rank (max), of the fastest and slowest rank (minmax) or of all ranks (all)",
         choices=("max", "minmax", "all"),
     )
-    manual_gc: bool = setting(
-        False, "run Python's garbage collection manually, at the same steps on all ranks"
-    )
+    manual_gc: bool = setting(False, "run Python garbage collection manually, at the same steps on all ranks")
     manual_gc_interval: int = setting(
-        0,
-        "steps between manual garbage collections (0: only before the first step)",
-        NON_NEGATIVE,
-        needs.MANUAL_GC,
+        0, "steps between garbage collections (0: only before the first step)", NON_NEGATIVE, needs.MANUAL_GC
     )
-    manual_gc_eval: bool = setting(
-        True, "also collect garbage before and after each evaluation", needs.MANUAL_GC
-    )
+    manual_gc_eval: bool = setting(True, "also collect garbage before and after evaluations", needs.MANUAL_GC)
     enable_one_logger: bool = setting(
         False,
         "accepted for Megatron scripts: NVIDIA's one-logger",

@@ -84,9 +84,8 @@ class HeartbeatWriter:
         self._thread.start()
 
     def _exact(self) -> bytes:
-        return f"{self.status.step} {self.status.began} {int(self.status.opened)}".encode().ljust(
-            _EXACT_BYTES
-        )
+        status = self.status
+        return f"{status.step} {status.began} {int(status.opened)}".encode().ljust(_EXACT_BYTES)
 
     def _write_exact(self) -> None:
         # Runs in the training thread.

@@ -124,11 +124,9 @@ class Checkpoints:
                 self._log(self.saver.wait_for_previous())
             except SaveError as failure:
                 self._warn(failure)
-            routers, generators = self.model.routers.fragments(owned_only=True), random_state(self.world)
+            routers, rng = self.model.routers.fragments(owned_only=True), random_state(self.world)
             state, config = self.state.to_json(), self.config.nested()
-            self.saver.begin(
-                step, self.optimizer.fragments(owned_only=True), routers, generators, state, config
-            )
+            self.saver.begin(step, self.optimizer.fragments(owned_only=True), routers, rng, state, config)
             if not self.saver.background:
                 self._log(self.saver.commit_pending(wait=True))
         self._started = step
@@ -155,9 +153,7 @@ class Checkpoints:
     def _warn(self, failure: SaveError) -> None:
         """Training continues: the next save may succeed; stopping would lose the steps since the last."""
         self._started = self.saved
-        self.output.say(
-            f"warning: {failure.what}; {self.last}. Training continues and the next save tries again"
-        )
+        self.output.say(f"warning: {failure.what}; {self.last}. Training continues and the next save retries")
 
     def commit_pending_after_error(self, error: Exception) -> None:
         """Finishes a background save while all ranks end with `error`; a second error is only logged."""

@@ -121,9 +121,8 @@ def check_compilation(
     torch._dynamo.config.suppress_errors = not decided.required
     # Autotuning may choose other kernels in each run, which sum in another order.
     options = {"deterministic": True} if decided.deterministic else None
-    return CompileOptions(
-        options=options, layers_per_graph=decided.layers_per_graph, documents=decided.documents
-    ), ()
+    layers, documents = decided.layers_per_graph, decided.documents
+    return CompileOptions(options=options, layers_per_graph=layers, documents=documents), ()
 
 
 def track_compilation(

@@ -147,9 +147,7 @@ class Objective:
             pairs = summed[_COUNTS:].view(-1, _PAIR).tolist()
             values = dict(zip(names.names, map(tuple, pairs), strict=True))
         # A name that no micro-batch of this step reported has the denominator 0.
-        reported = {
-            name: numerator / denominator for name, (numerator, denominator) in values.items() if denominator
-        }
+        reported = {name: total / denominator for name, (total, denominator) in values.items() if denominator}
         return tokens / (counted or 1.0) if sums else 1.0, reported
 
 
@@ -357,9 +355,8 @@ def keeps_scales(config: RunConfig, decided: Fp8Decision, world: World) -> bool:
 
 
 def build_parallel_model(config: RunConfig, world: World, program: Program = CONFIGURED) -> ParallelModel:
-    decisions = decide(
-        config, device_facts(config, world.device), has_custom_program=type(program) is not Program
-    )
+    is_custom = type(program) is not Program
+    decisions = decide(config, device_facts(config, world.device), has_custom_program=is_custom)
     axes = axes_of(world, config.parallel)
     parts = {number: config.stages[number] for number in config.placement.stages_of(world.at.pipeline)}
     # An unsharded ZeRO-3 model may exceed the device's memory: `fully_shard` moves it there unit by unit.

@@ -130,10 +130,8 @@ def _show_sample(config: RunConfig, folder: RunFolder, datasets: Datasets, outpu
     content = f"{sample}\n".encode(errors="backslashreplace")
     output.attempt("sample.txt", lambda: write_file(folder.sample, content), WITHOUT_IT)
     # Control characters, which an untrained model emits, would be interpreted by the terminal.
-    lines = (
-        "".join(c if c.isprintable() or c == "\t" else "·" for c in line) for line in sample.splitlines()
-    )
-    shown = "\n".join(f"    {line}" for line in lines)
+    safe = ("".join(c if c.isprintable() or c == "\t" else "·" for c in line) for line in sample.splitlines())
+    shown = "\n".join(f"    {line}" for line in safe)
     output.say(f"a sample of generated text:\n{shown}")
 
 

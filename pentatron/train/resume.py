@@ -74,11 +74,10 @@ class StartPointLoader:
     def __post_init__(self) -> None:
         self.config = self.resolved.config
         # The given flags that choose what is loaded, such as --finetune.
-        self.given_choices = [
-            all_settings()[n].flag for n in LOAD_OPTIONS if getattr(self.config.checkpoint, n)
-        ]
+        chosen = self.config.checkpoint
+        self.given_choices = [all_settings()[n].flag for n in LOAD_OPTIONS if getattr(chosen, n)]
         # Whether --load names the checkpoint folder of this run, or its run folder.
-        load = self.config.checkpoint.load
+        load = chosen.load
         self.loads_itself = load is None or is_checkpoint_folder(load, str(self.store.folder))
 
     def load(self) -> StartPoint:
@@ -364,9 +363,7 @@ def require_same_data(
 def require_same_model(folder: Path, saved: Mapping[str, Any], config: RunConfig) -> None:
     loaded, now = architecture(saved), config.settings
     if different := architecture_differences(loaded, now):
-        shown = "; ".join(
-            f"{name} was {getattr(loaded.settings, name)}, is {getattr(now, name)}" for name in different
-        )
+        shown = "; ".join(f"{n} was {getattr(loaded.settings, n)}, is {getattr(now, n)}" for n in different)
         raise UserError(
             f"{folder} holds another model ({shown}); use the settings it was made with, choose another --run-dir, "
             f"or start over with --fresh"

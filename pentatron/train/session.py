@@ -214,9 +214,8 @@ class Session:
             given = (config, world, self.state, self.folder.data, self.display)
             datasets = run_on_all_ranks(partial(build_datasets, data, *given), self.world.all_ranks)
         self.app_metrics.mark("build_dataiters_finish")
-        self.output = output = run_on_all_ranks(
-            lambda: self._open_output(parameters, start_point), self.world.all_ranks
-        )
+        open_output = partial(self._open_output, parameters, start_point)
+        self.output = output = run_on_all_ranks(open_output, world.all_ranks)
         output.note(f"time to initialize (seconds): {self.initialized - self.started:.3f}")
         log_run_header(self.model, output)
         output.say(describe_run(config, world, parameters))

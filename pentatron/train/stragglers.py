@@ -42,9 +42,8 @@ class RankStatistics:
         """Called after a step. `pending_messages`: those this rank still has to report. Collective."""
         if not self._due(step):
             return None
-        return gather_statistics(
-            self.world, seconds, self.world.waits.end(), self.knows_waits, pending_messages
-        )
+        waited = self.world.waits.end()
+        return gather_statistics(self.world, seconds, waited, self.knows_waits, pending_messages)
 
     def _due(self, step: int) -> bool:
         return step % self.interval == 0 or step in (1, self.last_step)
