@@ -298,5 +298,7 @@ def saved_architecture(found: Checkpoint) -> tuple[TransformerConfig, MoEConfig]
     if moe.num_experts is not None and moe.moe_ffn_hidden_size is None:
         missing.append("moe_ffn_hidden_size")
     if missing:
-        raise UserError(f"{found.folder} lacks {missing[0]}, without which there is no model; name another")
+        raise UserError(
+            f"{found.folder} lacks {missing[0]}, without which its model cannot be built; name another step"
+        )
     return model, moe

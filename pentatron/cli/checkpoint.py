@@ -170,7 +170,7 @@ def verify(words: Sequence[str]) -> int:
                     numbers = ", every number finite" if options.numbers else ""
                     display.say(f"{folder}: ok ({size}, {tensors}{numbers})")
             if problems and not folder.exists():
-                print_note(f"{folder} was removed meanwhile, probably by a run that removes old steps")
+                print_note(f"{folder} was removed during this command, probably by a run removing old steps")
                 continue
             for problem in problems:
                 display.say(f"{folder}: DAMAGED: {problem.sentence}")

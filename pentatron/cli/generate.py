@@ -27,7 +27,9 @@ def _parse_token_ids(written: str, flag: str) -> tuple[tuple[int, ...], ...]:
     try:
         return tuple(tuple(int(part) for part in prompt.split(",")) for prompt in written.split(";"))
     except ValueError:
-        raise UserError(f"{flag} must be token ids like 1,2,3 (; between prompts), not '{written}'") from None
+        raise UserError(
+            f"{flag} must be token ids such as 1,2,3 (with ; between prompts), not '{written}'"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -65,9 +65,7 @@ class SlurmOptions(LaunchOptions):
     cpus_per_task: int | None = option(None, "CPU cores per node, shared by its workers")
     gres: str = option("", "generic resources per node (gpu:G)")
     output: str = option(
-        "%x-%j.out",
-        "file for the job's output; sbatch replaces %x by its name and %j by its id",
-        value="FILE",
+        "%x-%j.out", "file of the job's output; sbatch replaces %x by its name and %j by its id", value="FILE"
     )
     container_image: str = option("", "container image to run in", value="IMAGE")
     container_mounts: str = option("", "further folders to mount in the container", value="FROM:TO,...")

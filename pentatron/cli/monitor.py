@@ -248,7 +248,8 @@ def _end_state(folder: Path, metrics: RunMetrics) -> tuple[str, str]:
         if line.startswith(ERROR_PREFIX):
             return "crashed", line.strip()
     log = folder / "train.log"
-    return "crashed", f"it ended after step {metrics.step} with no message in {log}: it failed or was killed"
+    ended = f"it ended after step {metrics.step} without a message in {log}"
+    return "crashed", f"{ended}: it failed or was killed"
 
 
 def _checkpoint(folder: Path, saved: Settings) -> str:

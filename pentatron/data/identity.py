@@ -112,4 +112,6 @@ def require_same_data(identity: DataIdentity, world: World) -> None:
     identities: Sequence[DataIdentity] = gather_objects(identity, world.all_ranks)
     for rank, other in enumerate(identities):
         if changes := other.changes_since(identities[0]):
-            raise UserError(f"rank {rank} reads other data than rank 0 ({changes}); copy the files of rank 0")
+            raise UserError(
+                f"rank {rank} reads other data than rank 0 ({changes}); copy the same files to every machine"
+            )

@@ -234,7 +234,9 @@ def _stored_dtype(dtype: npt.DTypeLike) -> tuple[np.dtype[Any], int]:
     for code, supported in indexed.DTYPES.items():
         if supported == stored:
             return stored, code
-    raise UserError(f"ids cannot be stored as {stored}; use {', '.join(map(str, indexed.DTYPES.values()))}")
+    raise UserError(
+        f"tokens cannot be stored as {stored}; choose one of {', '.join(map(str, indexed.DTYPES.values()))}"
+    )
 
 
 def merge(prefixes: Sequence[Path | str], output: Path | str, overwrite: bool = False) -> PairMetadata:

@@ -230,7 +230,9 @@ def _open_part(config: RunConfig, path: Path, source: IndexedDataset, part: int)
     )[part] or range(0)
     rows = SFTDataset(source, documents, config.model.seq_length, data.sft_packing)
     if part == 0 and not len(documents):
-        raise UserError(f"--split {data.split} leaves no conversation of {path} to train on; give it more")
+        raise UserError(
+            f"--split {data.split} leaves no conversation of {path} to train on; give training a larger share"
+        )
     if part == 0 and not len(rows):
         raise UserError(
             f"no conversation of {path} has an answer within {rows.sequence_length} tokens; raise --seq-length "

@@ -289,7 +289,9 @@ class TokenizerSettings:
                 raise UserError("NullTokenizer needs the number of ids; give --vocab-size")
             return NullTokenizer(self.vocab_size)
         if kind not in TOKENIZER_TYPES:
-            raise UserError(f"unknown tokenizer type '{kind}'; choose one of {', '.join(TOKENIZER_TYPES)}")
+            raise UserError(
+                f"unknown tokenizer type '{kind}'; --tokenizer-type is one of {', '.join(TOKENIZER_TYPES)}"
+            )
         if kind == "GPT2BPETokenizer":
             if model is not None and Path(model).is_dir():
                 vocab_file = vocab_file or Path(model) / "vocab.json"

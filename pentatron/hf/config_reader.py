@@ -252,7 +252,9 @@ class LayersWithExperts:
             raise InvalidKey(f"mlp_only_layers {dense!r}, but there are {len(layers)} layers, from 0 on")
         sparse = [int((i + 1) % step == 0 and i not in dense) for i in layers]
         if not any(sparse):
-            raise InvalidKey(f"mlp_only_layers {dense}, decoder_sparse_step {step}, so no layer has experts")
+            raise InvalidKey(
+                f"mlp_only_layers {dense} and decoder_sparse_step {step}, so no layer has experts"
+            )
         settings.assign(ORIGIN, moe_layer_freq="1" if all(sparse) else layer_list(sparse))
 
     def write(self, settings: Settings) -> dict[str, Any]:

@@ -115,7 +115,9 @@ def _files_of_index(path: Path) -> dict[str, set[str] | None]:
         expected.setdefault(file, set()).add(key)
     if missing := sorted(file for file in expected if not (path / file).is_file()):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise UserError(f"{path} lacks {missing[0]}{more} of the files in {INDEX}; complete the download")
+        raise UserError(
+            f"{path} lacks {missing[0]}{more} of the {len(expected)} files in {INDEX}; complete the download"
+        )
     return dict(sorted(expected.items()))
 
 

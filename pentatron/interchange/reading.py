@@ -203,7 +203,9 @@ def read_megatron(path: Path) -> tuple[Checkpoint, list[str]]:
         raise UserError(f"{path} contains no checkpoint of Megatron-LM")
     folder, kind = step
     if kind == "torch_dist" and not all((folder / name).is_file() for name in (INDEX_NAME, FORMAT)):
-        raise UserError(f"{folder} is not complete: it lacks .metadata or metadata.json; name another")
+        raise UserError(
+            f"{folder} is not complete: it lacks .metadata or metadata.json; name another checkpoint"
+        )
     try:
         contents = open_torch_dist(folder) if kind == "torch_dist" else open_legacy(folder)
         opened = as_checkpoint(contents)
@@ -228,7 +230,9 @@ def as_checkpoint(contents: MegatronCheckpoint) -> Checkpoint:
     # Building the model allocates memory, so its size is checked against the stored tensors first.
     shapes = {name: stored.shape for name, stored in contents.tensors.items()}
     if problem := size_problem(settings, shapes, stacked=True):
-        raise UserError(f"{contents.folder} cannot be the model that it describes ({problem}); name another")
+        raise UserError(
+            f"{contents.folder} cannot be the model that it describes ({problem}); name another checkpoint"
+        )
     config = RunConfig.of(Settings.defaults(**settings))
     state = run_state_of(contents.common, contents.arguments, contents.iteration)
     manifest = manifest_of(contents, config.model, config.moe, state, config.nested())

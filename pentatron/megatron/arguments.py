@@ -124,7 +124,9 @@ def take_extra_arguments(
     flags = FlagTable(entry)
     for action in parser._actions:
         if taken := [flag for flag in action.option_strings if flags.find(flag) is not None]:
-            raise UserError(f"extra_args_provider adds {taken[0]}, which is a flag already; rename it")
+            raise UserError(
+                f"extra_args_provider adds {taken[0]}, which is a flag already; give it another name"
+            )
     values, rest = parser.parse_known_args(list(words))
     return rest, vars(values)
 

@@ -132,7 +132,9 @@ def _unpacked(value: Any) -> Any:
 def _check_activation(config: TransformerConfig) -> None:
     function, gated = config.activation_func, config.gated_linear_unit
     if gated and function is F.gelu:
-        warnings.warn("gated_linear_unit is SwiGLU here; set activation_func=F.silu", stacklevel=4)
+        warnings.warn(
+            "gated_linear_unit is SwiGLU here; set activation_func=F.silu to avoid this warning", stacklevel=4
+        )
     elif function is not (F.silu if gated else F.gelu):
         raise UserError(
             f"activation_func={getattr(function, '__name__', function)} is not available: an MLP here has F.gelu or, with "

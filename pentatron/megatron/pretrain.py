@@ -111,7 +111,9 @@ def _begin_steps(forward_step: ForwardStep, data_iterator: Any) -> tuple[Stepwis
     stepwise = current_stepwise(model=True, data=True)
     first = data_iterator[0] if isinstance(data_iterator, Sequence) and data_iterator else data_iterator
     if not isinstance(first, DataIterator) or first.stepwise is not stepwise:
-        raise UserError("the data iterator is none of build_train_valid_test_data_iterators(); pass one")
+        raise UserError(
+            "the data iterator is none of build_train_valid_test_data_iterators(); pass what that returned"
+        )
     stepwise.program.forward_step = forward_step
     return stepwise, first
 

@@ -92,7 +92,9 @@ class Supervisor:
         first = ended.failures[0]
         records = self._keep(ended.failures, restarts)
         when = f"after step {ended.step}" if ended.advanced else "before its first step was done"
-        others = f"; {self.folder / 'ranks'} has tracebacks of the other ranks" if len(records) > 1 else ""
+        others = (
+            f"; {self.folder / 'ranks'} has the tracebacks of the other ranks" if len(records) > 1 else ""
+        )
         note = f"\n(rank {first.rank} failed first{others})" if first.text else others
         self.print_line(f"{ended.failure_message(self.ranks, when)}{note}")
         self._log(f"{ERROR_PREFIX}{first.sentence(self.ranks, when)}")

@@ -153,7 +153,9 @@ class Checkpoints:
     def _warn(self, failure: SaveError) -> None:
         """Training continues: the next save may succeed; stopping would lose the steps since the last."""
         self._started = self.saved
-        self.output.say(f"warning: {failure.what}; {self.last}. Training continues and the next save retries")
+        self.output.say(
+            f"warning: {failure.what}; {self.last}. Training continues and the next save tries again"
+        )
 
     def commit_pending_after_error(self, error: Exception) -> None:
         """Finishes a background save while all ranks end with `error`; a second error is only logged."""

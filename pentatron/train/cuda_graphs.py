@@ -226,7 +226,9 @@ class GraphReplay:
     def _give_up(self, problem: str, ends: bool = False) -> None:
         if ends:
             how = "on" if self.required else "auto"
-            raise UserError(f"--cuda-graphs {how}: a micro-batch cannot be captured ({problem}); use off")
+            raise UserError(
+                f"--cuda-graphs {how}: a micro-batch cannot be captured ({problem}); use --cuda-graphs off"
+            )
         self.recorder = None
         self._graphs.clear()
         self._log_lines = [

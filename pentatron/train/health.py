@@ -193,7 +193,11 @@ class NumericsCheck:
         saved = "This is the first step"
         if step:
             saves = self.config.checkpoint.save_checkpoints
-            saved = f"The checkpoint of step {step} has the state before it" if saves else "Nothing is saved"
+            saved = (
+                f"The checkpoint of step {step} has the state before this step"
+                if saves
+                else "Nothing is saved"
+            )
         begin = "" if origin is None else f", and begins with {origin.sentence()}"
         return NonFiniteError(
             f"{event}. Recomputing the step reproduces it{begin}. {_ADVICE}; --iterations-to-skip {step + 1} skips this step. {saved}",

@@ -70,7 +70,7 @@ class Injector:
             return
         import pentatron.train.step as step_module
 
-        _wrap(step_module, "_start", self._count)
+        _wrap(step_module, "start_step", self._count)
         # Python ignores SIGXFSZ, so that a write beyond RLIMIT_FSIZE is an error. The default action, which
         # ends the process, is restored here, before other threads run.
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -83,7 +83,7 @@ class Injector:
                 _wrap(owner, name, self._at(fault))
 
     def _count(self, original: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        # The fourth argument of `_start` is the number of the step, from 0.
+        # The fourth argument of `start_step` is the number of the step, from 0.
         self.step = given[3] + 1
         return original(*given, **named)
 

@@ -195,7 +195,7 @@ def other_settings(lab: Lab) -> Outcome:
     ran, outcome = lab.fork("alone", "--lr 1e-3 --seed 7"), Outcome(remark="reported, continues")
     outcome.expect_output(
         ran,
-        r"settings differ from the checkpoint's: --seed 7 \(was 1234\), --lr 0\.001 \(was 0\.01\); --seed draws the order of samples",
+        r"settings differ from the checkpoint's: --seed 7 \(was 1234\), --lr 0\.001 \(was 0\.01\); --seed changes the sample order",
     )
     outcome.ended(ran, 0)
     return outcome
