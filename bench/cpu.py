@@ -26,9 +26,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +106,7 @@ def their_step(sizes: Sizes, precision: str) -> tuple[Step, int]:
     return step, sum(p.numel() for p in model.parameters())
 
 
-def _adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
+def _adamw(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
         parameters, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON, weight_decay=DECAY, fused=True
     )
@@ -194,10 +194,10 @@ def _answer(asked: Any, who: str, sizes: Sizes, precision: str, flags: str, thre
         with contextlib.suppress(EOFError):
             while True:
                 what, count = asked.recv()
-                asked.send(_timed(step, count) if what == "steps" else _profiled(step, count))
+                asked.send(timed(step, count) if what == "steps" else _profiled(step, count))
 
 
-def _timed(step: Step, count: int) -> tuple[float, float]:
+def timed(step: Callable[[], object], count: int) -> tuple[float, float]:
     found = []
     cpu_before = time.process_time()
     for _ in range(count):
@@ -214,7 +214,11 @@ def _profiled(step: Step, count: int) -> str:
     return str(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=22))
 
 
-def in_turns(processes: list[StepProcess], rounds: int, count: int, warm: int = 2) -> list[Times]:
+class Timed(Protocol):
+    def steps(self, count: int) -> tuple[float, float]: ...
+
+
+def in_turns(processes: Sequence[Timed], rounds: int, count: int, warm: int = 2) -> list[Times]:
     """Times the processes in rounds of alternating order, after `warm` untimed steps of each."""
     times = [Times() for _ in processes]
     for process in processes:

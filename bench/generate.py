@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,10 +30,10 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
-from bench.cpu import in_turns  # noqa: E402
+from bench.cpu import in_turns, timed  # noqa: E402
 from pentatron.cli.configure import prepare  # noqa: E402
-from pentatron.generate.continue_text import Ranks, build_generation_model, generation_config, load_stages  # noqa: E402
-from pentatron.generate.generate import Sampling, generate  # noqa: E402
+from pentatron.generate.continue_text import Ranks, generation_config, load_stages  # noqa: E402
+from pentatron.generate.generate import Sampling, build_generation_model, generate  # noqa: E402
 from pentatron.generate.source import open_source  # noqa: E402
 from pentatron.hf.model_config import config_from_settings  # noqa: E402
 from pentatron.parallel.world import single_process  # noqa: E402
@@ -68,10 +69,18 @@ def save_model(folder: Path, preset: str, more: Sequence[str], dtype: torch.dtyp
 Texts = list[list[int]]
 
 
+@dataclass
+class Generation:
+    work: Callable[[], Texts]
+
+    def steps(self, count: int) -> tuple[float, float]:
+        return timed(self.work, count)
+
+
 def theirs(
     folder: Path, prompts: Sequence[Sequence[int]], count: int, dtype: torch.dtype, device: str
 ) -> Callable[[], Texts]:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()  # type: ignore[arg-type]
     longest = max(map(len, prompts))
     # Left padding, which transformers requires for generation.
     ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
@@ -98,7 +107,7 @@ def ours(
     source = open_source(folder)
     world = single_process(torch.device(device))
     config = generation_config(source, Ranks())
-    model = build_generation_model(load_stages(source, config, world, dtype), config, world)
+    model = build_generation_model(load_stages(source, config, world, dtype), config.model, world)
 
     def work() -> Texts:
         found: Texts = [[] for _ in prompts]
@@ -136,7 +145,7 @@ def main() -> int:
         works = [ours(*arguments), theirs(*arguments)]
     found, expected = (work() for work in works)
     # A run ends with its tokens in host memory, so the clock needs no GPU synchronisation.
-    times = in_turns(works, options.rounds, 1, warm=1)
+    times = in_turns([Generation(work) for work in works], options.rounds, 1, warm=1)
     by_clock, by_cpu = (
         sorted(their / our for our, their in zip(*both))
         for both in ([t.wall for t in times], [t.cpu for t in times])

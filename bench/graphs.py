@@ -85,7 +85,7 @@ def main() -> int:
         for kind in ("eager", "compiled"):
             if kind == "compiled":
                 for layer in model.layers.values():
-                    layer.forward = torch.compile(layer.forward, dynamic=False)  # type: ignore[method-assign]
+                    layer.forward = torch.compile(layer.forward, dynamic=False)
             launched = milliseconds(work)
             print(f"micro-batch {size}, {kind}: {launched:.2f} ms launched by the host", flush=True)
             again = replayed(work)

@@ -44,7 +44,7 @@ def fresh_rank(rank: int, world: int, store: str) -> None:
 
 def run_spawned(world: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        torch.multiprocessing.spawn(fresh_rank, args=(world, f"{directory}/store"), nprocs=world)
+        torch.multiprocessing.spawn(fresh_rank, args=(world, f"{directory}/store"), nprocs=world)  # type: ignore[attr-defined]
 
 
 def median_milliseconds(run: Callable[[int], None], world: int, repeats: int) -> float:

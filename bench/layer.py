@@ -125,7 +125,7 @@ def measure(
     counters.clear()
     model = build(arguments.shape, backend, arguments.sequence, CompileOptions() if compiled else None, more)
     with options(option):
-        width = next(iter(model.layers.values())).input_norm.weight.numel()  # type: ignore[union-attr,operator]
+        width = next(iter(model.layers.values())).input_norm.weight.numel()
         step = Step(model, width, arguments.micro_batch, arguments.sequence)
         began = time.perf_counter()
         step()

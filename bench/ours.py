@@ -29,7 +29,6 @@ from pentatron.cli.train import joined_process_group
 from pentatron.data.loader import Batch
 from pentatron.settings.entry_points import TRAIN
 from pentatron.train.batches import micro_batches
-from pentatron.train.model import CONFIGURED
 from pentatron.train.session import Session, open_session
 
 # The shapes as settings; everything else has the default of `pentatron train`.
@@ -102,7 +101,7 @@ def opened(words: Sequence[str], cleanup: contextlib.ExitStack) -> Session:
     """Returns the session of `pentatron train` with these arguments, ready for its first step."""
     prepared = prepare(list(words), dataclasses.replace(TRAIN, default_preset=None, resumes=False))
     world, resolved = cleanup.enter_context(joined_process_group(prepared, RankInfo(0, 1, 0, 1, "none")))
-    session = cleanup.enter_context(open_session(resolved, world, False, None, CONFIGURED))
+    session = cleanup.enter_context(open_session(resolved, world, resumes=False))
     session.open_data()
     session.build()
     session.prepare()

@@ -84,7 +84,7 @@ def their_step(world: World, virtual: int) -> Callable[[], object]:
         return output.sum()
 
     schedule = (
-        ScheduleInterleaved1F1B(stages, MICRO_BATCHES, loss, scale_grads=False)
+        ScheduleInterleaved1F1B(stages, MICRO_BATCHES, loss, scale_grads=False)  # type: ignore[arg-type]
         if virtual > 1
         else Schedule1F1B(stages[0], MICRO_BATCHES, loss, scale_grads=False)
     )

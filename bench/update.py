@@ -58,7 +58,12 @@ def by_torch(
     def update() -> None:
         torch._foreach_mul_(exact, 0.5)
         adamw(
-            *(masters, exact, *moments, [], steps),
+            masters,
+            exact,
+            moments[0],
+            moments[1],
+            [],
+            steps,
             fused=True,
             amsgrad=False,
             beta1=_NUMBERS.beta1,
@@ -96,7 +101,7 @@ def main() -> None:
     weights, gradients = ([master.bfloat16() for master in masters] for _ in range(2))
     print_rate("torch: norm of bf16", milliseconds(lambda: squared_norm(gradients, _DEVICE)), 2 * elements)
     control = torch.tensor([0.5, 1.0], device=_DEVICE)
-    targets = [Target(*each, True) for each in zip(masters, *moments, weights)]
+    targets = [Target(*tensors, decays=True) for tensors in zip(masters, *moments, weights)]
     for block, warps in (map(int, words.split(":")) for words in given.blocks):
         print_rate(
             f"one launch: norm, blocks of {block}, {warps} warps",
