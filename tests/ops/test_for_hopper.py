@@ -39,7 +39,7 @@ def test_gates_and_the_trial() -> None:
     from pentatron.ops.triton_activation import _store
 
     width = {"BLOCK": triton_activation._SWIGLU_BLOCK}
-    compiled(triton_activation._swiglu_forward, "inner:*bf16 made:*bf16 width:i32", width)
-    tensors = "gradient:*bf16 inner:*bf16 of_inner:*bf16 made:*bf16 width:i32"
+    compiled(triton_activation._swiglu_forward, "inner:*bf16 output:*bf16 width:i32", width)
+    tensors = "gradient:*bf16 inner:*bf16 of_inner:*bf16 output:*bf16 width:i32"
     compiled(triton_activation._swiglu_backward, tensors, width)
     compiled(_store, "place:*fp32", {})

@@ -191,7 +191,7 @@ def test_the_kernels_compile_for_hopper() -> None:
     constants = {"COUNT": 16384, "LIMIT": 448.0, "MOST": 2.0**120, "BLOCK": 8192}
     made = ptx(triton_fp8._scale_of, "largest:*bf16 scale:*fp32 unscale:*fp32", constants)
     assert "div.rn.f32" in made, "not the near one"
-    given = "gradient:*bf16 inner:*bf16 of_inner:*bf16 largest:*fp32"
+    given = "gradient:*bf16 inner:*bf16 grad_inner:*bf16 largest:*fp32"
     ptx(_gate_backward, given, {"WIDTH": 8960, "BLOCK": 1024})
 
 
