@@ -37,13 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tree", type=Path, default=ROOT, help="checkout to record (default: this one)")
     parser.add_argument("--only", default=" ".join(GROUPS), help=f"some of: {' '.join(GROUPS)}")
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("A", "B"), help="compare two recordings")
+    parser.add_argument("--values", action="store_true", help="compare only settings, flags and numbers")
     parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.compare:
         missing = [str(folder) for folder in options.compare if not folder.is_dir()]
         if missing:
             parser.error(f"no such folder: {', '.join(missing)}")
-        return compare(*options.compare)
+        return compare(*options.compare, values_only=options.values)
     if options.out is None:
         parser.error("give --out FOLDER, or --compare A B")
     if options.place is not None:

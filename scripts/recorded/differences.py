@@ -1,14 +1,25 @@
 """Compares two recordings and prints every kind of difference once, with the files that have it."""
 
 import difflib
+import re
 from collections import defaultdict
 from pathlib import Path
 
 SHOWN_LINES, SHOWN_KINDS = 30, 40
+# A row of `pentatron config`: name, value and source, without the reason of a derived value.
+_ROW = re.compile(r"  (\w+)\s{2,}(\S.*?)\s{2,}([a-z]+)\b")
+_VALUE = re.compile(r"(?<![\w.-])--[a-z][\w-]*|\d[\d,.]*\d|\d")
 
 
-def compare(first: Path, second: Path) -> int:
-    """Prints the differences; returns 1 if there are any."""
+def values_of(lines: list[str]) -> list[str]:
+    """Reduces an output to the rows of settings, and to the sorted flags and numbers of the other lines."""
+    rows = [match.expand(r"\1 \2 \3") for line in lines if (match := _ROW.match(line))]
+    others = [value for line in lines if not _ROW.match(line) for value in _VALUE.findall(line)]
+    return [*rows, *sorted(others)]
+
+
+def compare(first: Path, second: Path, values_only: bool = False) -> int:
+    """Prints the differences; returns 1 if there are any. `values_only` ignores the words of sentences."""
     files = [
         {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
         for root in (first, second)
@@ -21,6 +32,8 @@ def compare(first: Path, second: Path) -> int:
     kinds: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for name in sorted(files[0] & files[1]):
         before, after = ((root / name).read_text(encoding="utf-8").splitlines() for root in (first, second))
+        if values_only:
+            before, after = values_of(before), values_of(after)
         if before != after:
             lines = [*difflib.unified_diff(before, after, lineterm="", n=0)][2:]
             kinds[tuple(line for line in lines if not line.startswith("@@"))].append(name)
