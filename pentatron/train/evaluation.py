@@ -76,7 +76,7 @@ class Evaluation:
         # The final validation may follow one of the same step: the remark explains why its loss differs.
         again = self._validated_step == self.state.step and not whole
         self._validated_step = self.state.step
-        return self._log("validation", where, result, " (on the samples after those)" if again else "")
+        return self._log("validation", where, result, " (final, on the next samples)" if again else "")
 
     def _is_whole(self, samples: Any) -> bool:
         return self.config.train.full_validation and isinstance(samples, FiniteDataset)
