@@ -94,6 +94,8 @@ def main() -> int:
     cases = [case for case in CASES if options.only in case.name]
     spreads = [spread for spread in SPREADS if options.layouts in spread.name]
     tasks = [(case, spread) for case in cases for spread in spreads if spread.suits(case)]
+    if not tasks:
+        parser.error("no family and layout contain these words")
     started = time.monotonic()
     print(f"shares of what is allowed: {', '.join(ALLOWED)}")
     found: dict[Task, Gaps | str] = {}

@@ -169,6 +169,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     everything = load_commands()
     chosen = [c for c in everything if options.only in (c.guide, "") or options.only in c.shows]
+    if not chosen:
+        parser.error(f"no guide or command contains {options.only!r}")
     place = Path(tempfile.mkdtemp(prefix="pentatron-guides-"))
     outcomes: list[Outcome] = []
     try:
