@@ -6,7 +6,7 @@ for one file, `atomic_folder` for a folder. Checkpoints and data files consist o
 protocols (checkpoint/store.py, data/indexed_writer.py) are built from the functions here.
 
 A killed process leaves its temporary files behind. The next writer removes them, unless a live process holds
-their lock.
+their lock. Exclusive locks of folders, free disk space and scratch folders of commands are here too.
 """
 
 import fcntl

@@ -407,7 +407,7 @@ def test_overlapped_communication_follows_the_decisions(stage: int, flags: str, 
 
 
 def run_together(words: str, count: int) -> int:
-    """Returns the most layers that ran as one function, if the builder is told to combine `count`."""
+    """Returns the most layers that ran as one function, with `layers_per_graph=count`."""
 
     def planted(decided: Decisions) -> Decisions:
         together = dataclasses.replace(decided.compilation, on=True, layers_per_graph=count)

@@ -91,7 +91,9 @@ def test_tasks_of_slurm_may_see_one_gpu_each() -> None:
     assert (worker.sharing(visible=1), worker.sharing(visible=3)) == (1, 3)
     shared = RankInfo(0, 8, 0, 8, "Slurm", 4)
     assert (shared.sharing(visible=1), shared.sharing(visible=4)) == (2, 8)
-    assert RankInfo(0, 8, 0, 8, "torchrun").sharing(visible=1) == 8, "whoever does not tell shows all of them"
+    assert RankInfo(0, 8, 0, 8, "torchrun").sharing(visible=1) == 8, (
+        "torchrun shows every GPU to every worker"
+    )
     assert find_worker({**SLURM, "SLURM_GPUS_ON_NODE": "(null)"}) == RankInfo(9, 11, 1, 3, "Slurm")
 
 

@@ -1,6 +1,6 @@
 """Compares fused losses and their memory with torch's cross entropy, for whole and split vocabularies."""
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -132,6 +132,24 @@ def test_a_split_vocabulary(sequence_parallel: bool, rows: int) -> None:
     own = slice(split.rank * share, split.rank * share + share)
     assert torch.allclose(part.weight.grad, whole.weight.grad[own], atol=1e-5)
     assert torch.allclose(own_x.grad, split.own_sequence(expected_x.grad), atol=1e-5)
+
+
+@distributed(world=2)
+@pytest.mark.parametrize("fusion", ["on", "off"])
+def test_ignored_and_invalid_labels_of_a_split_vocabulary(fusion: Literal["on", "off"]) -> None:
+    """-100 has loss 0 and no gradient, as in one process; an invalid label has loss NaN."""
+    x, labels = stream(1, BATCH, LENGTH, WIDTH) * 20, LABELS.clone()
+    labels[0, 1] = -100
+    how, whole, part = CrossEntropy(fusion, "native"), head(), head(axis(False))
+    losses, _, weight_gradient = computed(how, part, x, labels)
+    expected, _, whole_gradient = torchs(x, whole.weight, labels)
+    share = ROWS // 2
+    own = slice(part.axis.rank * share, part.axis.rank * share + share)
+    agree((losses, weight_gradient), (expected, whole_gradient[own]), 1e-5)
+    for invalid in (VOCABULARY, -1):
+        labels[0, 1] = invalid
+        losses = how.from_hidden_states(part, x, labels, VOCABULARY)
+        assert losses.isnan().nonzero().tolist() == [[0, 1]]
 
 
 def test_the_weights_gradient_may_come_later() -> None:

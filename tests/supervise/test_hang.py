@@ -121,4 +121,4 @@ def test_ranks_that_have_ended_and_a_launcher_that_slept_are_no_hang() -> None:
         # Rank 1 has ended; rank 0 still writes its results.
         own = [replace(beat(0, 50 + now), pulse=now), *([beat(1)] if now < 2 else [])]
         assert watch.check(own, float(now), [0, 1] if now < 2 else [0]) is None
-    assert watch.check([beat(0)], 1000.0, [0]) is None, "nobody looked for a long time"
+    assert watch.check([beat(0)], 1000.0, [0]) is None, "the launcher itself was suspended"
