@@ -139,7 +139,7 @@ def trial(cluster: Cluster, folder: Path) -> None:
     run.until_state(job, "COMPLETED", "FAILED")
     expected = run.losses("undisturbed")
     assert [step for step, _ in expected] == list(range(1, STEPS + 1)), run.output("undisturbed", job)
-    passed("a run that nobody disturbs", f"{STEPS} steps, loss {expected[0][1]:.4f} to {expected[-1][1]:.4f}")
+    passed("an uninterrupted run", f"{STEPS} steps, loss {expected[0][1]:.4f} to {expected[-1][1]:.4f}")
 
     job = run.begun("warned")
     cluster.ask("scancel", "--batch", "--signal=USR1", job)

@@ -113,7 +113,9 @@ def test_an_owner_asks_whether_the_folder_is_still_its_own(tmp_path: Path) -> No
         lock.require()
         (tmp_path / ".lock").write_text("")
         lock.require()
-        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid(), "half a record is nobody's"
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid(), (
+            "half a record names no owner"
+        )
         (tmp_path / ".lock").unlink()
         lock.require(thorough=False)
         assert len(said) == 1 and "it was created again" in said[0]

@@ -87,4 +87,4 @@ def test_a_resumed_fine_tuning_does_not_call_its_own_tokenizer_another_one(
     changed = (
         "note: settings differ from the checkpoint's: --train-iters 4 (was 2), --lr-decay-iters 4 (was 2)\n"
     )
-    assert changed in shown, "nobody named another tokenizer"
+    assert changed in shown, "no other tokenizer was given"

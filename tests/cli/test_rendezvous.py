@@ -23,7 +23,7 @@ SMALL = (
 
 def hang(*words: object, **named: object) -> None:
     time.sleep(5)
-    raise UserError("this rank was stuck, and nobody waited for it")
+    raise UserError("this rank was stuck, and the others did not wait for it")
 
 
 def train_here(run_dir: str, variables: dict[str, str], hangs: int | None = None) -> tuple[int, str]:

@@ -40,7 +40,7 @@ def test_a_reader_that_leaves_does_not_stop_the_run() -> None:
             raise BrokenPipeError
 
     display = PlainLines(Closed())
-    display.say("nobody hears this")
+    display.say("this is not shown")
     display.step(REPORT, 1)
     display.close()
 

@@ -168,6 +168,6 @@ def test_every_token_dropped_by_an_expert_gives_nothing(dispatcher: str) -> None
     x = inputs(1)[0]
     routing = model.router(x)
     assert routing.kept_TK is not None
-    nobody = ~routing.kept_TK.any(1)
-    assert nobody.sum() >= 14
-    assert model(x).flatten(0, 1)[nobody].eq(0).all()
+    dropped = ~routing.kept_TK.any(1)
+    assert dropped.sum() >= 14
+    assert model(x).flatten(0, 1)[dropped].eq(0).all()

@@ -156,7 +156,7 @@ def test_blocks_hold_every_visible_pair_once_and_are_no_larger_than_they_must_be
             rows = range(block.queries.start, block.queries.stop)
             columns = range(block.keys.start, block.keys.stop)
             seen = torch.ones(len(rows), len(columns), dtype=torch.bool) if unseen is None else ~unseen
-            assert seen.any(0).all() and seen.any(1).all(), "a query or a key that nobody needs"
+            assert seen.any(0).all() and seen.any(1).all(), "a query or a key without a visible pair"
             found += [(positions[rows[i]], columns[j]) for i, j in seen.nonzero().tolist()]
         expected = [(p, t) for p in positions for t in range(total) if 0 <= p - t <= window]
         assert sorted(found) == sorted(expected)

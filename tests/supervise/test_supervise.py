@@ -167,7 +167,7 @@ class ScriptedJob:
 
         def saved_step() -> int | None:
             assert "of 2" in self.said[-1], (
-                "whoever failed is named before checkpoints are looked for, which takes seconds"
+                "the failed rank is named before checkpoints are searched, which takes seconds"
             )
             if told_to_stop:
                 signals(signal.SIGTERM, None)

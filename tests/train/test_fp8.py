@@ -134,7 +134,7 @@ def test_scales_that_are_kept_are_those_of_now(tmp_path: Path, monkeypatch: pyte
 def test_weight_scales_are_cached_between_refreshes() -> None:
     model = built(FP8)
     matrices = [m for m in weighted(model) if m.fp8 is not None]
-    assert all(m.scale.known == UNKNOWN for m in matrices), "nobody has looked yet"
+    assert all(m.scale.known == UNKNOWN for m in matrices), "no scale was computed yet"
     model.weight_scales.refresh()
     assert all(m.scale.known[0] == quantize(m.weight, E4M3).scale for m in matrices)
     model.weight_scales.forget()
